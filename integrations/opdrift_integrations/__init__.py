@@ -1,0 +1,1 @@
+"""Integrations of opdrift with other libraries; each module is loaded only when it is asked for."""

@@ -1,0 +1,71 @@
+"""What integrations and exporters must look like, and how installed ones are found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from importlib.metadata import entry_points
+from typing import Any, Protocol, runtime_checkable
+
+INTEGRATIONS_GROUP = "opdrift.integrations"
+EXPORTERS_GROUP = "opdrift.exporters"
+
+
+class Digest(Protocol):
+    """A content as tfp1 sees it: equal contents have equal (raw, n, code)."""
+
+    @property
+    def raw(self) -> int: ...
+    @property
+    def n(self) -> int: ...
+    @property
+    def code(self) -> int: ...
+
+
+class RecorderLike(Protocol):
+    """The part of a recorder that an integration may use. Tensors are torch's."""
+
+    def mark(self, kind: str, **fields: Any) -> None:
+        """Write a mark: something that is no op. Fields are JSON types."""
+
+    def scope(self, name: str) -> AbstractContextManager[None]:
+        """Ops inside run in the scope `name`, below the current one."""
+
+    def pause(self) -> AbstractContextManager[None]:
+        """Ops inside are not recorded."""
+
+    def name_tensor(self, tensor: Any, name: str, *, kind: str = "parameter") -> None:
+        """Give a tensor's present content a name; it is fingerprinted now, also if it is a view."""
+
+    def digest(self, tensor: Any) -> Digest | None:
+        """The digest of a tensor's present content; None if it cannot be read now."""
+
+    def clean_path(self, module: Any) -> str | None:
+        """The scope path of a module, wrapper segments stripped; None if the module is unknown."""
+
+
+@runtime_checkable
+class Integration(Protocol):
+    """Makes what a library does visible in the trace."""
+
+    name: str
+    #: The module that the program must have imported for `integrations="auto"` to attach this.
+    library: str
+
+    def attach(self, recorder: RecorderLike) -> AbstractContextManager[None]:
+        """Return a context manager that attaches, and undoes everything at exit, also after an error."""
+        ...
+
+
+class Exporter(Protocol):
+    """Turns a trace into another format."""
+
+    name: str
+
+    def export(self, trace: Any, output: str | None, options: Mapping[str, Any]) -> None:
+        """Write `trace` to `output`."""
+
+
+def installed_integrations() -> dict[str, Any]:
+    """Name -> entry point of each installed integration; nothing is imported yet."""
+    return {point.name: point for point in entry_points(group=INTEGRATIONS_GROUP)}

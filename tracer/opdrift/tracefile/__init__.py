@@ -1,0 +1,1 @@
+"""The trace on disk: its schema, its writer and its reader."""

@@ -1,0 +1,555 @@
+"""Read a trace from disk into columns; tolerate torn and damaged tails."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.ipc as ipc
+
+from opdrift.errors import DamagedTraceError, NotATraceError, TraceVersionError
+from opdrift.records import (
+    TRACE_SCHEMA,
+    Argument,
+    Call,
+    Footer,
+    Header,
+    Leaf,
+    LeafKind,
+    LeafWhen,
+    Mark,
+    Op,
+    OpInfo,
+    Signature,
+    Source,
+    TensorArgument,
+    TensorMeta,
+)
+from opdrift.tracefile.schema import FOOTER, HEADER, SKETCH_NARROW_BYTES, SKETCH_WIDE_BYTES, TABLES
+
+Ints = npt.NDArray[np.int64]
+CHECKS = "checks.jsonl"
+_WIDTH = {0: 4, 1: 8, 2: 2, 3: 2, 4: 1, 5: 1, 6: 1, 7: 2, 8: 2, 9: 4, 10: 4, 11: 8, 12: 8, 13: 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Ragged:
+    """Lists of ids, one a row, as one array and its offsets."""
+
+    offsets: Ints
+    values: Ints
+
+    def __getitem__(self, row: int) -> Ints:
+        return self.values[self.offsets[row] : self.offsets[row + 1]]
+
+    def rows(self) -> Ints:
+        """The row that each element of `values` belongs to."""
+        return np.repeat(np.arange(len(self.offsets) - 1, dtype=np.int64), np.diff(self.offsets))
+
+
+@dataclass(frozen=True, slots=True)
+class OpColumns:
+    """The ops of a trace, sorted by seq; position `i` is the op's index everywhere in the reading half."""
+
+    seq: Ints
+    start: Ints
+    duration: Ints
+    node: Ints
+    rng: npt.NDArray[np.uint64]
+    signature: Ints
+    call: Ints
+    source: Ints
+    thread: Ints
+    phase: Ints
+    flags: Ints
+    mutated: Ints
+    inputs: Ragged
+    outputs: Ragged
+
+    def __len__(self) -> int:
+        return len(self.seq)
+
+
+@dataclass(frozen=True, slots=True)
+class ValueColumns:
+    """Values, indexed by value id (row 0 stands for "none").
+
+    `fingerprint` is the row in the fingerprint columns, -1 where the content was not fingerprinted.
+    """
+
+    storage: Ints
+    offset: Ints
+    write: Ints
+    meta: Ints
+    fingerprint: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """The tfp1 record of one value (notes/fingerprint section 7).
+
+    `sketch` has 32 (components of 4 bytes and more) or 64 buckets; None for at most 32 components,
+    whose `sample` (component bits, zero-extended) is the whole content.
+    """
+
+    raw: int
+    n: int
+    code: int
+    min: float
+    max: float
+    absmax: float
+    sum: float
+    ssq: float
+    nan: int
+    pinf: int
+    ninf: int
+    zero: int
+    subnormal: int
+    sketch: npt.NDArray[np.float64] | None
+    sample: npt.NDArray[np.uint64]
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """Equal exactly for equal contents (up to 2**-61)."""
+        return (self.raw, self.n, self.code)
+
+    @property
+    def nonfinite(self) -> int:
+        """How many components are NaN or infinite."""
+        return self.nan + self.pinf + self.ninf
+
+
+class FingerprintColumns:
+    """All fingerprints of a trace; scalars as arrays, sketches and samples decoded on demand."""
+
+    def __init__(self, table: pa.Table) -> None:
+        self.value: Ints = _ints(table, "value")
+        self.raw = _column(table, "raw").to_numpy(zero_copy_only=False).astype(np.uint64, copy=False)
+        self.n: Ints = _ints(table, "n")
+        self.code: Ints = _ints(table, "code")
+        self._numbers = {
+            name: _column(table, name).to_numpy(zero_copy_only=False)
+            for name in ("min", "max", "absmax", "sum", "ssq", "nan", "pinf", "ninf", "zero", "subnormal")
+        }
+        self._sketch = _column(table, "sketch")
+        self._sample = _column(table, "sample")
+
+    def __len__(self) -> int:
+        return len(self.value)
+
+    def number(self, name: str) -> npt.NDArray[Any]:
+        """The column of a statistic: min, max, absmax, sum, ssq, nan, pinf, ninf, zero, subnormal."""
+        return cast("npt.NDArray[Any]", self._numbers[name])
+
+    def __getitem__(self, row: int) -> Fingerprint:
+        number = self._numbers
+        code = int(self.code[row])
+        return Fingerprint(
+            raw=int(self.raw[row]),
+            n=int(self.n[row]),
+            code=code,
+            min=float(number["min"][row]),
+            max=float(number["max"][row]),
+            absmax=float(number["absmax"][row]),
+            sum=float(number["sum"][row]),
+            ssq=float(number["ssq"][row]),
+            nan=int(number["nan"][row]),
+            pinf=int(number["pinf"][row]),
+            ninf=int(number["ninf"][row]),
+            zero=int(number["zero"][row]),
+            subnormal=int(number["subnormal"][row]),
+            sketch=decode_sketch(self._sketch[row].as_py() or b""),
+            sample=_decode_sample(self._sample[row].as_py() or b"", _WIDTH[code]),
+        )
+
+
+def decode_sketch(data: bytes) -> npt.NDArray[np.float64] | None:
+    """The buckets of a stored sketch; None where none was stored."""
+    if len(data) == SKETCH_WIDE_BYTES:
+        cut = np.zeros((32, 8), np.uint8)
+        cut[:, 3:] = np.frombuffer(data, np.uint8).reshape(32, 5)
+        return cut.view("<f8").reshape(32).astype(np.float64)
+    if len(data) == SKETCH_NARROW_BYTES:
+        return np.frombuffer(data, "<f4").astype(np.float64)
+    return None
+
+
+def _decode_sample(data: bytes, width: int) -> npt.NDArray[np.uint64]:
+    return np.frombuffer(data, f"<u{width}").astype(np.uint64)
+
+
+class Trace:
+    """One process's recorded run. Open with `opdrift.load`.
+
+    Columns are numpy arrays indexed by op index, value id or call id; the methods expand single
+    records for people. `complete` is False when the end is missing, and `incomplete` says why.
+    """
+
+    def __init__(self, path: Path, header: Header, footer: Footer | None, tables: Mapping[str, pa.Table], incomplete: str | None) -> None:
+        self.path = path
+        self.header = header
+        self.footer = footer
+        self.incomplete = incomplete
+        self._texts = _texts(tables["names"])
+        self.ops = _op_columns(tables["ops"])
+        self.fingerprints = FingerprintColumns(tables["tensors"])
+        self.values = _value_columns(tables["values"], self.fingerprints)
+        self._calls = tables["calls"].to_pydict()
+        self._leaves = tables["leaves"]
+        self._marks = tables["marks"]
+        self._signatures: dict[int, Signature] = {}
+        self._infos: dict[int, OpInfo] = {}
+        self._metas: dict[int, TensorMeta] = {}
+
+    @property
+    def complete(self) -> bool:
+        """Whether the trace was closed and every table is whole."""
+        return self.incomplete is None
+
+    # ---- interned records ------------------------------------------------------------------------
+
+    def meta(self, value: int) -> TensorMeta:
+        """The layout of a value."""
+        return self.meta_of(int(self.values.meta[value]))
+
+    def meta_of(self, meta: int) -> TensorMeta:
+        """The layout with this meta id."""
+        found = self._metas.get(meta)
+        if found is None:
+            shape, stride, dtype, device = json.loads(self._texts["meta", meta])
+            found = self._metas[meta] = TensorMeta(tuple(shape), tuple(stride), dtype, device)
+        return found
+
+    def op_info(self, signature: int) -> OpInfo:
+        """What is known of the op of a signature id."""
+        return self.signature(signature).op
+
+    def signature(self, signature: int) -> Signature:
+        """The signature with this id."""
+        found = self._signatures.get(signature)
+        if found is None:
+            data = json.loads(self._texts["signature", signature])
+            info = self._op_info(data["op"])
+            positional = [(info.arguments[i] if i < len(info.arguments) else str(i), self._argument(a)) for i, a in enumerate(data["args"])]
+            named = [(name, self._argument(a)) for name, a in data["kwargs"].items()]
+            found = self._signatures[signature] = Signature(info, tuple(positional + named))
+        return found
+
+    def _op_info(self, ident: int) -> OpInfo:
+        found = self._infos.get(ident)
+        if found is None:
+            data = json.loads(self._texts["op", ident])
+            found = self._infos[ident] = OpInfo(
+                name=data["name"],
+                arguments=tuple(data.get("arguments", ())),
+                defaults={name: self._argument(a) for name, a in data.get("defaults", {}).items()},
+                mutates=tuple(data.get("mutates", ())),
+                **{flag: flag in data.get("is", ()) for flag in ("view", "uninitialised", "seeded", "pointwise", "reduction", "higher_order")},
+            )
+        return found
+
+    def _argument(self, data: Any) -> Argument:
+        if isinstance(data, list):
+            return tuple(self._argument(a) for a in data)
+        if isinstance(data, dict):
+            if "t" in data:
+                return TensorArgument(self.meta_of(data["t"]))
+            if "f" in data:
+                return float(data["f"])
+            return cast("str", data["x"])
+        return cast("Argument", data)
+
+    def source(self, ident: int) -> Source | None:
+        """The source line with this id; None for 0."""
+        if not ident:
+            return None
+        return Source(*json.loads(self._texts["source", ident]))
+
+    # ---- calls, leaves, marks ----------------------------------------------------------------------
+
+    @cached_property
+    def calls(self) -> Sequence[Call]:
+        """Module calls, indexed by call id; call 0 is the program outside every module."""
+        columns = self._calls
+        size = max(columns["call"], default=0) + 1
+        found = [Call(i, 0, "", "", 0, False, None, 0) for i in range(size)]
+        for i, parent, path, number, source, training, thread in zip(
+            *(columns[c] for c in ("call", "parent", "path", "number", "source", "training", "thread")), strict=True
+        ):
+            name = json.loads(self._texts["path", path])
+            found[i] = Call(i, parent, name["path"], name["type"], number, bool(training), self.source(source), thread)
+        return found
+
+    @cached_property
+    def leaves(self) -> Sequence[Leaf]:
+        """Leaves, outputs, gradients and what lived at exit, in the order in which they were seen."""
+        columns = self._leaves.to_pydict()
+        return [
+            Leaf(name, cast("LeafKind", kind), cast("LeafWhen", when), value, seq, call)
+            for name, kind, when, value, seq, call in zip(*(columns[c] for c in ("name", "kind", "when", "value", "seq", "call")), strict=True)
+        ]
+
+    @cached_property
+    def marks(self) -> Sequence[Mark]:
+        """Marks, by seq and time."""
+        columns = self._marks.to_pydict()
+        found = [
+            Mark(seq, time, kind, call, thread, json.loads(fields))
+            for seq, time, kind, call, thread, fields in zip(*(columns[c] for c in ("seq", "time", "kind", "call", "thread", "fields")), strict=True)
+        ]
+        return sorted(found, key=lambda m: (m.seq, m.time_ns))
+
+    # ---- single records ------------------------------------------------------------------------------
+
+    def op(self, index: int) -> Op:
+        """The op at an index (not a seq), expanded."""
+        o = self.ops
+        return Op(
+            index=index,
+            seq=int(o.seq[index]),
+            signature=self.signature(int(o.signature[index])),
+            call=self.calls[int(o.call[index])],
+            source=self.source(int(o.source[index])),
+            inputs=tuple(o.inputs[index].tolist()),
+            outputs=tuple(o.outputs[index].tolist()),
+            mutated=int(o.mutated[index]),
+            phase="backward" if o.phase[index] else "forward",
+            flags=int(o.flags[index]),
+            thread=int(o.thread[index]),
+            start_ns=int(o.start[index]),
+            duration_ns=int(o.duration[index]),
+            rng=int(o.rng[index]),
+            node=int(o.node[index]),
+        )
+
+    def fingerprint(self, value: int) -> Fingerprint | None:
+        """The fingerprint of a value, None if its content was not fingerprinted (views, `empty`)."""
+        row = int(self.values.fingerprint[value])
+        return None if row < 0 else self.fingerprints[row]
+
+    def index_of(self, seq: int) -> int | None:
+        """The index of the op with this seq."""
+        i = int(np.searchsorted(self.ops.seq, seq))
+        return i if i < len(self.ops) and self.ops.seq[i] == seq else None
+
+    # ---- who made what -------------------------------------------------------------------------------
+
+    @cached_property
+    def producer(self) -> Ints:
+        """Per value id, the index of the op that made it (as new output, view or write); -1 for leaves."""
+        found = np.full(len(self.values.storage), -1, np.int64)
+        rows, values = self.ops.outputs.rows(), self.ops.outputs.values
+        # the first op that lists a value as output made it; later ones returned an alias of it
+        found[values[::-1]] = rows[::-1]
+        return found
+
+    @cached_property
+    def writers(self) -> Mapping[tuple[int, int], int]:
+        """(storage, write count) -> index of the op that brought the storage to that content."""
+        found: dict[tuple[int, int], int] = {}
+        storage, write, producer = self.values.storage, self.values.write, self.producer
+        for value in range(1, len(storage)):
+            index = int(producer[value])
+            if index < 0:
+                continue
+            key = (int(storage[value]), int(write[value]))
+            if key not in found or index < found[key]:
+                found[key] = index
+        return found
+
+
+# ---- opening -----------------------------------------------------------------------------------------
+
+
+def rank_folders(path: Path) -> dict[int, Path]:
+    """Rank -> folder of a distributed trace; empty for a trace of one process."""
+    return {int(p.name[5:]): p for p in sorted(path.glob("rank-[0-9]*")) if (p / HEADER).exists()}
+
+
+def load(path: str | Path, *, rank: int | None = None) -> Trace:
+    """Open a trace.
+
+    Args:
+        path: The folder that `record` made.
+        rank: Which rank of a distributed trace; None takes rank 0's, or the only one.
+
+    Raises:
+        NotATraceError: The path does not exist or holds no trace.
+        TraceVersionError: The trace is of a newer schema.
+        DamagedTraceError: The header cannot be read.
+    """
+    folder = Path(path)
+    if not folder.exists():
+        raise NotATraceError(f"{folder} does not exist. Give the folder that opdrift.record() or `opdrift run -o` wrote.")
+    ranks = rank_folders(folder) if folder.is_dir() else {}
+    if ranks:
+        chosen = min(ranks) if rank is None else rank
+        if chosen not in ranks:
+            raise NotATraceError(f"{folder} has no rank {chosen}; it holds ranks {', '.join(map(str, ranks))}.")
+        return load(ranks[chosen])
+    if not folder.is_dir() or not (folder / HEADER).exists():
+        what = "is a file" if folder.is_file() else f"has no {HEADER}"
+        raise NotATraceError(f"{folder} {what}, so it is no opdrift trace. A trace is a folder that opdrift.record() made.")
+    header = _header(folder)
+    if rank is not None and rank != (header.rank or 0):
+        raise NotATraceError(f"{folder} is of rank {header.rank or 0}, not {rank}. Leave --rank out.")
+    lengths, damage = _verified_lengths(folder)
+    tables = {name: _table(folder / f"{name}.arrows", name, lengths.get(name, 0)) for name in TABLES}
+    footer, trouble = _footer(folder)
+    incomplete = damage or trouble
+    if incomplete is None and footer is not None and footer.ops != tables["ops"].num_rows:
+        incomplete = f"the footer counts {footer.ops} ops, the table holds {tables['ops'].num_rows}"
+    if incomplete is not None:
+        seqs = tables["ops"].column("seq")
+        last = max(seqs.to_pylist(), default=0)
+        incomplete = f"incomplete at op {last}: {incomplete}"
+    return Trace(folder, header, footer, tables, incomplete)
+
+
+def _header(folder: Path) -> Header:
+    try:
+        data = json.loads((folder / HEADER).read_text(encoding="utf-8"))
+        crc = data.pop("crc")
+        if crc != checksum(data):
+            raise ValueError("its checksum does not match")
+        schema = data["schema"]
+    except (ValueError, KeyError, AttributeError, OSError) as error:
+        raise DamagedTraceError(f"{folder / HEADER} cannot be read ({error}). Record the run again.") from None
+    if schema != TRACE_SCHEMA:
+        raise TraceVersionError(
+            f"{folder} has the schema {schema!r}; this opdrift reads {TRACE_SCHEMA!r}."
+            " Upgrade opdrift (`pip install -U opdrift`), or record the run again with this version."
+        )
+    data["program"] = tuple(data["program"])
+    return Header(**data)
+
+
+def _footer(folder: Path) -> tuple[Footer | None, str | None]:
+    if not (folder / FOOTER).exists():
+        return None, "the run was killed or is still being recorded (there is no footer)"
+    try:
+        data = json.loads((folder / FOOTER).read_text(encoding="utf-8"))
+        crc = data.pop("crc")
+        if crc != checksum(data):
+            raise ValueError("its checksum does not match")
+        return Footer(data["ops"], data["ended"], data["exception"], tuple(data["failures"]), tuple(data["notes"])), None
+    except (ValueError, KeyError, AttributeError, TypeError, OSError) as error:
+        return None, f"the footer cannot be read ({error})"
+
+
+def checksum(data: Mapping[str, Any]) -> int:
+    """CRC-32 of a JSON object, for header and footer."""
+    return zlib.crc32(json.dumps(data, sort_keys=True).encode())
+
+
+def _verified_lengths(folder: Path) -> tuple[dict[str, int], str | None]:
+    """How many bytes of each table belong to flushes that are whole, and what is wrong after them."""
+    good: dict[str, int] = {}
+    files = {name: _File(folder / f"{name}.arrows") for name in TABLES}
+    for number, line in enumerate(_check_lines(folder), 1):
+        try:
+            ends: dict[str, list[int]] = json.loads(line)
+            whole = all(files[name].matches(good.get(name, 0), end, crc) for name, (end, crc) in ends.items())
+        except (ValueError, KeyError, TypeError):
+            whole = False
+        if not whole:
+            return good, f"its {number}. part is damaged or cut off"
+        good.update({name: end for name, (end, _) in ends.items()})
+    if any(f.size > good.get(name, 0) for name, f in files.items()):
+        return good, "its last part was cut off"
+    return good, None
+
+
+def _check_lines(folder: Path) -> Iterator[bytes]:
+    try:
+        data = (folder / CHECKS).read_bytes()
+    except OSError:
+        return
+    yield from data.splitlines()
+
+
+class _File:
+    """A table's bytes, to be held against the checksums of its parts."""
+
+    def __init__(self, path: Path) -> None:
+        self._data = memoryview(path.read_bytes()) if path.exists() else memoryview(b"")
+        self.size = len(self._data)
+
+    def matches(self, start: int, end: int, crc: int) -> bool:
+        return start <= end <= self.size and zlib.crc32(self._data[start:end]) == crc
+
+
+def _table(path: Path, name: str, length: int) -> pa.Table:
+    """The batches within the first `length` bytes of a stream."""
+    schema = TABLES[name]
+    batches: list[pa.RecordBatch] = []
+    if length:
+        with pa.memory_map(str(path)) as source:
+            stream = ipc.open_stream(source.read_buffer(length))
+            while True:
+                try:
+                    batches.append(stream.read_next_batch())
+                except (StopIteration, pa.ArrowInvalid, OSError):
+                    break  # a prefix of a stream has no end mark
+    return pa.Table.from_batches(batches, schema=schema)
+
+
+# ---- columns -----------------------------------------------------------------------------------------
+
+
+def _column(table: pa.Table, name: str) -> pa.Array:
+    column = table.column(name).combine_chunks()
+    return column.chunk(0) if isinstance(column, pa.ChunkedArray) else column
+
+
+def _ints(table: pa.Table, name: str) -> Ints:
+    return cast("Ints", _column(table, name).to_numpy(zero_copy_only=False).astype(np.int64, copy=False))
+
+
+def _ragged(table: pa.Table, name: str, order: Ints) -> Ragged:
+    column = _column(table, name)
+    offsets = column.offsets.to_numpy().astype(np.int64)
+    values = column.values.to_numpy(zero_copy_only=False).astype(np.int64, copy=False)
+    lengths = np.diff(offsets)
+    if len(order) and np.any(order[1:] < order[:-1]):
+        starts = np.repeat(offsets[:-1][order], lengths[order])
+        within = np.arange(len(starts)) - np.repeat(np.cumsum(lengths[order]) - lengths[order], lengths[order])
+        values, lengths = values[starts + within], lengths[order]
+    else:
+        values = values[offsets[0] : offsets[-1]] if len(offsets) > 1 else values[:0]
+    return Ragged(np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]), values)
+
+
+def _op_columns(table: pa.Table) -> OpColumns:
+    order = np.argsort(_ints(table, "seq"), kind="stable")
+    names = ("seq", "start", "duration", "node", "signature", "call", "source", "thread", "phase", "flags", "mutated")
+    columns = {name: _ints(table, name)[order] for name in names}
+    rng = _column(table, "rng").to_numpy(zero_copy_only=False).astype(np.uint64, copy=False)[order]
+    return OpColumns(**columns, rng=rng, inputs=_ragged(table, "inputs", order), outputs=_ragged(table, "outputs", order))
+
+
+def _value_columns(table: pa.Table, fingerprints: FingerprintColumns) -> ValueColumns:
+    ids = _ints(table, "value")
+    size = int(max(ids.max(initial=0), fingerprints.value.max(initial=0))) + 1
+
+    def spread(source: Ints) -> Ints:
+        out = np.zeros(size, np.int64)
+        out[ids] = source
+        return out
+
+    rows = np.full(size, -1, np.int64)
+    rows[fingerprints.value] = np.arange(len(fingerprints), dtype=np.int64)
+    return ValueColumns(*(spread(_ints(table, name)) for name in ("storage", "offset", "write", "meta")), fingerprint=rows)
+
+
+def _texts(table: pa.Table) -> dict[tuple[str, int], str]:
+    columns = table.to_pydict()
+    return {(kind, ident): text for kind, ident, text in zip(columns["kind"], columns["id"], columns["text"], strict=True)}

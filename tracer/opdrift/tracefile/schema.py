@@ -1,0 +1,115 @@
+"""Tables of a trace on disk; `docs/trace-format.md` explains each field.
+
+History:
+    1: first version.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import pyarrow as pa
+
+SCHEMA_VERSION: Final = 1
+HEADER: Final = "header.json"
+FOOTER: Final = "footer.json"
+RANK_FOLDER: Final = "rank-{:05d}"
+
+_IDS: Final = pa.list_(pa.int64())
+
+#: One Arrow IPC stream a table, in the file `<table>.arrows`. Ids start at 1; 0 means none.
+TABLES: Final[dict[str, pa.Schema]] = {
+    # interned texts: what the ids of the other tables stand for. kind: op, signature, meta, path, source
+    "names": pa.schema([("kind", pa.string()), ("id", pa.int64()), ("text", pa.string())]),
+    # module calls
+    "calls": pa.schema(
+        [
+            ("call", pa.uint32()),
+            ("parent", pa.uint32()),
+            ("path", pa.uint32()),
+            ("number", pa.uint32()),
+            ("source", pa.uint32()),
+            ("training", pa.uint8()),
+            ("thread", pa.uint8()),
+        ]
+    ),
+    # ops, in the order in which they ended, per thread; sort by seq
+    "ops": pa.schema(
+        [
+            ("seq", pa.int64()),
+            ("start", pa.int64()),
+            ("duration", pa.int64()),
+            ("node", pa.int64()),
+            ("rng", pa.uint64()),
+            ("signature", pa.uint32()),
+            ("call", pa.uint32()),
+            ("source", pa.uint32()),
+            ("thread", pa.uint8()),
+            ("phase", pa.uint8()),
+            ("flags", pa.uint16()),
+            ("mutated", pa.uint16()),
+            ("inputs", _IDS),
+            ("outputs", _IDS),
+        ]
+    ),
+    # values: (storage, write count, offset, layout)
+    "values": pa.schema(
+        [
+            ("value", pa.int64()),
+            ("storage", pa.int64()),
+            ("offset", pa.int64()),
+            ("write", pa.uint32()),
+            ("meta", pa.uint32()),
+        ]
+    ),
+    # fingerprints (tfp1) of values
+    "tensors": pa.schema(
+        [
+            ("value", pa.int64()),
+            ("raw", pa.uint64()),
+            ("n", pa.int64()),
+            ("code", pa.uint8()),
+            ("min", pa.float64()),
+            ("max", pa.float64()),
+            ("absmax", pa.float64()),
+            ("sum", pa.float64()),
+            ("ssq", pa.float64()),
+            ("nan", pa.int64()),
+            ("pinf", pa.int64()),
+            ("ninf", pa.int64()),
+            ("zero", pa.int64()),
+            ("subnormal", pa.int64()),
+            ("sketch", pa.binary()),
+            ("sample", pa.binary()),
+        ]
+    ),
+    # named and nameless leaves, outputs of root modules, gradients, what lived at exit
+    "leaves": pa.schema(
+        [
+            ("name", pa.string()),
+            ("kind", pa.string()),
+            ("when", pa.string()),
+            ("value", pa.int64()),
+            ("seq", pa.int64()),
+            ("call", pa.uint32()),
+        ]
+    ),
+    # what is no op
+    "marks": pa.schema(
+        [
+            ("seq", pa.int64()),
+            ("time", pa.int64()),
+            ("kind", pa.string()),
+            ("call", pa.uint32()),
+            ("thread", pa.uint8()),
+            ("fields", pa.string()),
+        ]
+    ),
+}
+
+#: Bytes of a stored sketch: 32 doubles cut to their upper 40 bits for components of 4 bytes and more
+#: (relative error 2e-9), 64 float32 for narrower ones; none for tensors of at most 32 components,
+#: whose sample is their whole content (notes: recorder, Q7).
+SKETCH_WIDE_BYTES: Final = 160
+SKETCH_NARROW_BYTES: Final = 256
+SAMPLES: Final = 32
