@@ -18,7 +18,8 @@ from typing import Any, Final
 
 import torch
 from opdrift.fingerprint.engine import load_engine
-from torch.utils import _device as torch_device
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 Reader = Callable[[], object]
 
@@ -145,13 +146,16 @@ class Flags:
 
     def changed(self) -> dict[str, tuple[Any, Any]]:
         """What changed in this thread, among `OFTEN`, since its last call: name -> (old, new)."""
-        new = tuple([_raw(reader) for _, reader in self._often])
+        try:
+            new = tuple([read() for read in self._often_readers])
+        except Exception:  # as in `_raw`; guarding each would double the cost of the usual case
+            new = tuple([_raw(read) for read in self._often_readers])
         old: tuple[object, ...] | None = getattr(self._last, "values", None)
         self._last.values = new
         if old is None or new == old:
             return {}
         both = zip(self._often, old, new, strict=True)
-        return {name: (_json(a), _json(b)) for (name, _), a, b in both if a != b}
+        return {name: (_json(a), _json(b)) for name, a, b in both if a != b}
 
 
 def snapshot() -> dict[str, Any]:
@@ -190,7 +194,7 @@ def seeds() -> dict[str, str]:
         state = generator.get_state().numpy().tobytes()
     digest = hashlib.blake2b(state, digest_size=8).hexdigest()
     found = {"cpu": f"seed {generator.initial_seed()}, state {digest}"}
-    if torch.cuda.is_initialized():
+    if _cuda_initialised():
         for index, cuda in enumerate(torch.cuda.default_generators):
             # Seed and offset are the whole state of a Philox generator.
             found[f"cuda:{index}"] = f"seed {cuda.initial_seed()}, offset {cuda.get_offset()}"
@@ -202,7 +206,7 @@ def device() -> str:
 
     Asking an uninitialised CUDA for its name would initialise it, and break a later fork.
     """
-    if not torch.cuda.is_initialized():
+    if not _cuda_initialised():
         return "cpu"
     return f"cuda:{torch.cuda.get_device_name()}"
 
@@ -218,6 +222,10 @@ def report() -> dict[str, Any]:
         "variables": variables(),
         "seeds": seeds(),
     }
+
+
+def _cuda_initialised() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def _flag_readers() -> dict[str, Reader]:
@@ -271,8 +279,8 @@ def _flushes_denormals() -> bool:
 
 def _default_device() -> str:
     """As `torch.get_default_device`, which runs an op for a device without an index."""
-    current = torch_device.CURRENT_DEVICE
-    return "cpu" if current is None else str(current)
+    modes = reversed(_get_current_function_mode_stack())  # type: ignore[no-untyped-call]
+    return next((str(mode.device) for mode in modes if isinstance(mode, DeviceContext)), "cpu")
 
 
 def _raw(reader: Reader) -> object:
