@@ -17,9 +17,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
-from opdrift.fingerprint.engine import load_engine
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
+
+from opdrift.fingerprint.engine import load_engine
 
 Reader = Callable[[], object]
 
@@ -115,7 +116,7 @@ class Flags:
     """
 
     #: Read by `changed`: thread modes that many programs toggle, and the switches of attention.
-    OFTEN: Final = (
+    OFTEN: Final[tuple[str, ...]] = (
         "grad_mode",
         "inference_mode",
         "autocast.cpu",
@@ -135,9 +136,8 @@ class Flags:
 
     def __init__(self) -> None:
         self._readers = _flag_readers()
-        self._often = tuple(
-            (name, self._readers[name]) for name in self.OFTEN if name in self._readers
-        )
+        self._often = {name: self._readers[name] for name in self.OFTEN if name in self._readers}
+        self._often_readers = tuple(self._often.values())
         self._last = threading.local()
 
     def snapshot(self) -> dict[str, Any]:
