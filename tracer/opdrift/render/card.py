@@ -1,0 +1,309 @@
+"""What the reports say about a divergence, line by line; text and Markdown only lay it out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from opdrift.records import Cause, Diagnosis, Divergence, Pick, Sides, TraceSummary
+from opdrift.render.words import count, name, plural, readable, scope, side, size
+
+Tone = Literal["plain", "strong", "good", "bad", "quiet"]
+
+_SIDES = ("left", "right")
+#: More members than these are counted, not listed.
+_MEMBERS_SHOWN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A label and what stands beside it, one entry a line."""
+
+    label: str
+    lines: tuple[str, ...]
+    tone: Tone = "plain"
+
+
+def headline(diagnosis: Diagnosis) -> str:
+    """The verdict and the place, in one sentence."""
+    if diagnosis.verdict == "identical":
+        return f"identical: {_counts(diagnosis)}; all that reaches the outputs is equal bit for bit"
+    shown = focus(diagnosis)
+    place = (
+        _place(shown, diagnosis.left, diagnosis.right) if shown is not None else "at the outputs"
+    )
+    ranks = (
+        f" (rank {diagnosis.left.rank} of {diagnosis.left.world_size})" if diagnosis.ranks else ""
+    )
+    if diagnosis.verdict == "rounding":
+        final = shown.final_relative_difference if shown is not None else None
+        reach = f", {size(final)} at the output" if final is not None else ""
+        return f"rounding only: the runs first differ {place}{ranks}{reach}"
+    return f"diverged: {place}{ranks}"
+
+
+def _counts(diagnosis: Diagnosis) -> str:
+    paired = diagnosis.alignment
+    said = f"{plural(paired.paired, 'op')} paired"
+    extra = [
+        f"{count(n)} only {s}"
+        for n, s in ((paired.left_only, "left"), (paired.right_only, "right"))
+        if n
+    ]
+    return ", ".join([said, *extra])
+
+
+def focus(diagnosis: Diagnosis) -> Divergence | None:
+    """The divergence that the report opens with."""
+    return diagnosis.first or diagnosis.first_bitwise
+
+
+def _place(first: Divergence, left: TraceSummary, right: TraceSummary) -> str:
+    what = name(first.op or first.name or "op")
+    if first.kind == "leaf":
+        more = f" and {count(len(first.members))} more" if first.members else ""
+        verb = "differ" if more else "differs"
+        return f"before the first op: {name(first.name or '')}{more} {verb}"
+    where = f"at op {at(first.seq, left, right, phase=first.phase)}"
+    if first.kind == "hidden-write":
+        return f"{where}: {name(first.name or '')} changed, and no recorded op wrote it"
+    if first.kind == "structure":
+        return f"{where}: the runs do different things in {scope(first.module)}"
+    return f"{where}: {what} in {scope(first.module)}"
+
+
+def at(
+    seq: Sides[int | None], left: TraceSummary, right: TraceSummary, *, phase: str | None = None
+) -> str:
+    """Where an op is: "41,370 of 100,000 (forward)"; the right side's number if only that run has it."""
+    notes = [phase] if phase is not None else []
+    number, ops = seq.left, left.ops
+    if number is None:
+        number, ops = seq.right, right.ops
+        notes.insert(0, "right only")
+    where = f"{count(number)} of {count(ops)}" if number is not None else "unknown"
+    return f"{where} ({', '.join(notes)})" if notes else where
+
+
+def card(first: Divergence, *, module_type: str | None = None) -> list[Field]:
+    """Everything known of one divergence: where, what, how large, why, what to try."""
+    fields = [_where(first, module_type), *why(first.cause)]
+    if first.members:
+        fields.append(_with(first))
+    if first.kind not in ("leaf", "hidden-write"):
+        fields.append(_inputs(first))
+    fields.append(
+        Field(
+            "value" if first.kind == "leaf" else "output", tuple(_difference(first)), _tone(first)
+        )
+    )
+    fields.extend(_kernels(first.kernel))
+    if first.arguments:
+        lines = [
+            f"{name(a.name)}: left {side(a.left)}, right {side(a.right)}" for a in first.arguments
+        ]
+        fields.append(Field("arguments", tuple(lines), "bad"))
+    return fields
+
+
+def _tone(first: Divergence) -> Tone:
+    return "bad" if first.material else "plain"
+
+
+def _where(first: Divergence, module_type: str | None) -> Field:
+    module = scope(first.module) + (f" ({name(module_type)})" if module_type else "")
+    call = f", call {count(first.call)}" if first.call else ""
+    if first.name is not None and first.kind in ("leaf", "hidden-write"):
+        used = [f"first used by {name(first.op)} in {module}{call}"] if first.op else []
+        lines = [name(first.name), *used]
+    else:
+        lines = [f"{module}{call}", *([f"{name(first.op)}{_seqs(first.seq)}"] if first.op else [])]
+    if first.source:
+        lines.append(readable(first.source))
+    return Field("where", tuple(lines), "strong")
+
+
+def _seqs(seq: Sides[int | None]) -> str:
+    if seq.left == seq.right or seq.left is None or seq.right is None:
+        return ""
+    return f" (op {count(seq.left)} left, {count(seq.right)} right)"
+
+
+def _with(first: Divergence) -> Field:
+    shown = ", ".join(name(m) for m in first.members[:_MEMBERS_SHOWN])
+    rest = len(first.members) - _MEMBERS_SHOWN
+    more = f" and {count(rest)} more" if rest > 0 else ""
+    return Field("also", (f"{plural(len(first.members), 'other')}: {shown}{more}",))
+
+
+def _inputs(first: Divergence) -> Field:
+    if first.inputs_match is None:
+        return Field("inputs", ("not all known: some were not fingerprinted",))
+    if first.inputs_match:
+        return Field("inputs", ("equal, bit for bit: the difference begins here",), "good")
+    return Field(
+        "inputs", ("already differ: this op makes the difference larger than they explain",)
+    )
+
+
+def _difference(first: Divergence) -> Iterator[str]:
+    which = f"output {first.output}: " if first.output else ""
+    yield which + _relative(first)
+    details = list(_details(first))
+    if details:
+        yield "; ".join(details)
+    layout = first.tensors
+    if layout.left is not None and layout.left == layout.right:
+        yield name(layout.left)
+    elif layout.left is not None or layout.right is not None:
+        yield f"left {side(layout.left)}, right {side(layout.right)}"
+
+
+_HOW = {
+    "sketch": "from sketches",
+    "sample": "from samples",
+    "statistics": "from statistics",
+    "exact": "exact",
+}
+
+
+def _relative(first: Divergence) -> str:
+    if first.relative_difference is None:
+        return "differs; how far is not known"
+    how = _HOW.get(first.how or "")
+    said = f"relative difference {size(first.relative_difference)}" + (f" ({how})" if how else "")
+    if first.kind in ("leaf", "hidden-write") or first.explained is None:
+        return said
+    if first.explained == 0:
+        return f"{said}; this op is exact, so rounding explains none"
+    if first.explained >= 1:
+        return f"{said}; cancellation: this op cannot be judged by size"
+    if not first.material:
+        return f"{said}; rounding explains up to {size(first.explained)}"
+    if first.relative_difference > first.explained:
+        return f"{said}; rounding explains only {size(first.explained)}"
+    bound = size(first.explained)
+    return f"{said}; small enough for rounding (up to {bound}), but see the cause"
+
+
+def _details(first: Divergence) -> Iterator[str]:
+    if first.max_abs_difference is not None:
+        ulp = f" ({size(first.ulp)} ulp)" if first.ulp is not None else ""
+        yield f"largest {size(first.max_abs_difference)}{ulp}" + (
+            "" if first.how == "exact" else " in the samples"
+        )
+    nonfinite = first.nonfinite
+    if nonfinite.left or nonfinite.right:
+        yield f"NaN or infinite: left {side(nonfinite.left)}, right {side(nonfinite.right)}"
+    if first.final_relative_difference is not None:
+        yield f"{size(first.final_relative_difference)} at the run's output"
+
+
+def _kernels(kernel: Sides[Pick | None]) -> Iterator[Field]:
+    left, right = kernel.left, kernel.right
+    if left is None and right is None:
+        return
+    if (
+        left is not None
+        and right is not None
+        and (left.name, left.backend) == (right.name, right.backend)
+    ):
+        yield Field("kernel", (f"same on both sides: {pick(left)}",))
+        return
+    lines: list[str] = []
+    for word, chosen in zip(_SIDES, (left, right), strict=True):
+        lines.append(f"{word} {pick(chosen) if chosen is not None else '(none)'}")
+        if chosen is not None and chosen.refused:
+            lines += [
+                f"  not {name(backend)}: {readable(reason)}"
+                for backend, reason in chosen.refused.items()
+            ]
+    yield Field("kernel", tuple(lines), "bad")
+
+
+def pick(chosen: Pick) -> str:
+    """A kernel in one line: backend, name, library, reason."""
+    title = f"{name(chosen.backend)} " if chosen.backend else ""
+    library = f" [{name(chosen.library)}]" if chosen.library else ""
+    reason = f": {readable(chosen.reason)}" if chosen.reason else ""
+    return f"{title}{name(chosen.name)}{library}{reason}"
+
+
+def why(cause: Cause) -> Iterator[Field]:
+    """The cause, what speaks for it, and what to try."""
+    lines = (
+        f"{cause.slug} ({cause.confidence}): {readable(cause.summary)}",
+        *(f"- {readable(e)}" for e in cause.evidence),
+    )
+    yield Field("cause", lines, "strong")
+    if cause.try_:
+        yield Field("try", (readable(cause.try_),), "good")
+
+
+@dataclass(frozen=True, slots=True)
+class OriginGroup:
+    """Origins that differ only by numbers in their path: one line for twelve layers."""
+
+    place: str
+    op: str
+    number: int
+    first_seq: int | None
+    largest: float | None
+    slug: str
+    material: bool
+
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+def other_origins(diagnosis: Diagnosis) -> list[OriginGroup]:
+    """Origins that the card has not said, grouped; material ones first, then by order."""
+    shown = focus(diagnosis)
+    groups: dict[tuple[str, str, str, bool], list[Divergence]] = {}
+    for origin in diagnosis.origins:
+        if origin in (shown, diagnosis.first_bitwise):  # the card has said these
+            continue
+        place = _NUMBER.sub("*", origin.name if origin.name is not None else origin.module)
+        groups.setdefault((place, origin.op or "", origin.cause.slug, origin.material), []).append(
+            origin
+        )
+    made = [_group(key, members) for key, members in groups.items()]
+    return sorted(made, key=lambda g: not g.material)
+
+
+def _group(key: tuple[str, str, str, bool], members: Sequence[Divergence]) -> OriginGroup:
+    _, op, slug, material = key
+    sizes = [m.relative_difference for m in members if m.relative_difference is not None]
+    only = members[0]
+    exact = only.name if only.name is not None else only.module
+    place = exact if len(members) == 1 else key[0]
+    first_seq = only.seq.left if only.seq.left is not None else only.seq.right
+    return OriginGroup(
+        scope(place), name(op), len(members), first_seq, max(sizes, default=None), slug, material
+    )
+
+
+def earlier(diagnosis: Diagnosis) -> str | None:
+    """The first bitwise difference in a sentence, where it is not the one that the card shows."""
+    harmless, shown = diagnosis.first_bitwise, focus(diagnosis)
+    if harmless is None or harmless == shown:
+        return None
+    seq = harmless.seq.left if harmless.seq.left is not None else harmless.seq.right
+    where = f"op {count(seq)}, " if seq is not None else ""
+    by = (
+        f" by {size(harmless.relative_difference)}"
+        if harmless.relative_difference is not None
+        else ""
+    )
+    kind = "" if harmless.material else ", which rounding explains"
+    what = name(harmless.name if harmless.name is not None else harmless.op or "an op")
+    return f"{where}{what} in {scope(harmless.module)}, already differs{by}{kind}"
+
+
+def other_causes(diagnosis: Diagnosis) -> list[Cause]:
+    """Causes of the whole comparison that the card has not said yet."""
+    shown = focus(diagnosis)
+    said = shown.cause.slug if shown is not None else None
+    return [c for c in diagnosis.causes if c.slug != said]

@@ -1,0 +1,263 @@
+"""The verdict card: a diagnosis for a terminal, verdict first."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Mapping
+from typing import Final
+
+from opdrift.records import Diagnosis, Divergence, TraceSummary, Verdict
+from opdrift.render import card
+from opdrift.render.page import Column, Page, Screen
+from opdrift.render.words import count, name, plural, ratio, readable, scope, side, size
+
+_TONES: Final[Mapping[Verdict, str]] = {
+    "identical": "good",
+    "rounding": "strong",
+    "diverged": "bad",
+}
+#: Rows of each list that are shown; the rest is counted, and JSON has them all.
+_ROWS: Final = 8
+#: The growth bars' scale, powers of ten: the last bit of fp64 is far left, everything lost is right.
+_SCALE: Final = (-9.0, 0.0)
+_BAR: Final = 18
+
+
+def render(
+    diagnosis: Diagnosis, screen: Screen, *, module_types: Mapping[str, str] | None = None
+) -> str:
+    """The report.
+
+    Args:
+        diagnosis: What to say.
+        screen: Where it will be read.
+        module_types: Class names of module paths, for the card.
+    """
+    page = Page(screen)
+    page.line(card.headline(diagnosis), _TONES[diagnosis.verdict], hang=2)
+    shown = card.focus(diagnosis)
+    if shown is not None and diagnosis.verdict != "identical":
+        _card(page, diagnosis, shown, (module_types or {}).get(shown.module))
+        _origins(page, diagnosis)
+    _ranks(page, diagnosis)
+    _environment(page, diagnosis)
+    if diagnosis.verdict != "identical":
+        _amplifiers(page, diagnosis)
+        _growth(page, diagnosis)
+        _unpaired(page, diagnosis)
+    _notes(page, diagnosis)
+    if diagnosis.verdict != "identical":
+        _sides(page, diagnosis)
+        _next(page, diagnosis, shown)
+    return page.render()
+
+
+def verdict_line(diagnosis: Diagnosis, screen: Screen) -> str:
+    """The first line alone, for `-q`."""
+    page = Page(Screen(None, screen.color, screen.unicode))
+    page.line(card.headline(diagnosis), _TONES[diagnosis.verdict])
+    return page.render()
+
+
+def _card(page: Page, diagnosis: Diagnosis, shown: Divergence, module_type: str | None) -> None:
+    page.line()
+    for field in card.card(shown, module_type=module_type):
+        page.field(field.label, field.lines, field.tone)
+    sooner = card.earlier(diagnosis)
+    if sooner is not None:
+        page.field("earlier", (sooner,))
+    others = card.other_causes(diagnosis)
+    if others:
+        page.field(
+            "besides", [f"{c.slug} ({c.confidence}): {readable(c.summary)}" for c in others[:_ROWS]]
+        )
+
+
+def _origins(page: Page, diagnosis: Diagnosis) -> None:
+    groups = card.other_origins(diagnosis)
+    if not groups:
+        return
+    total = sum(g.number for g in groups)
+    page.heading(f"{plural(total, 'other independent origin')}")
+    columns = (
+        Column("where", keep=9, shorten=True),
+        Column("op", keep=3),
+        Column("", align="right", keep=5),
+        Column("difference", align="right", keep=6),
+        Column("cause", keep=4),
+        Column("first op", align="right", keep=2),
+    )
+    rows = [
+        (
+            g.place,
+            g.op,
+            f"x{count(g.number)}" if g.number > 1 else "",
+            size(g.largest) if g.largest is not None else "?",
+            g.slug,
+            count(g.first_seq) if g.first_seq is not None else "",
+        )
+        for g in groups[:_ROWS]
+    ]
+    page.table(columns, rows)
+    _rest(page, len(groups))
+
+
+def _rest(page: Page, total: int) -> None:
+    if total > _ROWS:
+        page.line(f"and {count(total - _ROWS)} more; --format json lists all", "quiet", indent=2)
+
+
+def _ranks(page: Page, diagnosis: Diagnosis) -> None:
+    if not diagnosis.ranks:
+        return
+    page.heading("rank by rank")
+    rows = [
+        (str(rank), one.verdict, _short_place(one)) for rank, one in sorted(diagnosis.ranks.items())
+    ]
+    page.table(
+        (
+            Column("rank", align="right"),
+            Column("verdict", keep=8),
+            Column("first", keep=7, shorten=True),
+        ),
+        rows,
+    )
+
+
+def _short_place(one: Diagnosis) -> str:
+    shown = card.focus(one)
+    if shown is None or one.verdict == "identical":
+        return ""
+    if shown.kind == "leaf":
+        return name(shown.name or "")
+    return f"op {card.at(shown.seq, one.left, one.right)}, {name(shown.op or '')} in {scope(shown.module)}"
+
+
+def _environment(page: Page, diagnosis: Diagnosis) -> None:
+    differing = diagnosis.environment
+    if not differing:
+        return
+    page.heading("environment that differs")
+    columns = (Column("name", shorten=True), Column("left", keep=8), Column("right", keep=7))
+    page.table(columns, [(name(d.name), side(d.left), side(d.right)) for d in differing[:_ROWS]])
+    _rest(page, len(differing))
+
+
+def _amplifiers(page: Page, diagnosis: Diagnosis) -> None:
+    if not diagnosis.amplifiers:
+        return
+    page.heading("ops that amplify the difference")
+    columns = (
+        Column("module", shorten=True),
+        Column("op", keep=3),
+        Column("seq", align="right", keep=4),
+        Column("in", align="right", keep=6),
+        Column("out", align="right", keep=7),
+        Column("gain", align="right", keep=8),
+    )
+    found = sorted(diagnosis.amplifiers, key=lambda a: -a.gain)
+    rows = [
+        (
+            scope(a.module),
+            name(a.op),
+            count(a.seq.left) if a.seq.left is not None else "",
+            size(a.input_difference),
+            size(a.output_difference),
+            ratio(a.gain),
+        )
+        for a in found[:_ROWS]
+    ]
+    page.table(columns, rows)
+    _rest(page, len(found))
+
+
+def _growth(page: Page, diagnosis: Diagnosis) -> None:
+    if not diagnosis.growth:
+        return
+    page.heading("largest relative difference along the run")
+    columns = (
+        Column("module", shorten=True),
+        Column("ops", align="right", keep=3),
+        Column("differ", align="right", keep=4),
+        Column("largest", align="right", keep=8),
+        Column("", keep=2),
+    )
+    rows = []
+    for point in diagnosis.growth:
+        known = point.relative_difference
+        largest = "=" if point.differing == 0 else "?" if known is None else size(known)
+        drawn = page.text(
+            bar(known, page.screen) if point.differing and known is not None else "", "bad"
+        )
+        rows.append((scope(point.module), count(point.ops), count(point.differing), largest, drawn))
+    page.table(columns, rows)
+
+
+def bar(difference: float, screen: Screen) -> str:
+    """A bar whose length is the logarithm of a relative difference; eighths where Unicode allows."""
+    low, high = _SCALE
+    exponent = (
+        low if difference <= 0 else math.log10(difference) if math.isfinite(difference) else high
+    )
+    length = max(0.0, min(1.0, (exponent - low) / (high - low))) * _BAR
+    if not screen.unicode:
+        return "#" * max(1, round(length))
+    return "█" * max(1, round(length))
+
+
+def _unpaired(page: Page, diagnosis: Diagnosis) -> None:
+    rows = []
+    for word, groups in (("left", diagnosis.unpaired.left), ("right", diagnosis.unpaired.right)):
+        rows += [(word, name(g.op), f"x{count(g.count)}", scope(g.module)) for g in groups]
+    if not rows:
+        return
+    page.heading("ops that only one run has")
+    page.table(
+        (
+            Column("side"),
+            Column("op", keep=7),
+            Column("", align="right", keep=6),
+            Column("module", keep=5, shorten=True),
+        ),
+        rows[:_ROWS],
+    )
+    _rest(page, len(rows))
+
+
+def _notes(page: Page, diagnosis: Diagnosis) -> None:
+    lines = list(diagnosis.notes)
+    if diagnosis.alignment.fallback_reason:
+        lines.append(
+            f"aligned by {diagnosis.alignment.method}: {diagnosis.alignment.fallback_reason}"
+        )
+    if lines:
+        page.line()
+    for text in lines:
+        page.line(f"note: {readable(text)}", hang=6)
+
+
+def _sides(page: Page, diagnosis: Diagnosis) -> None:
+    page.line()
+    for word, one in (("left ", diagnosis.left), ("right", diagnosis.right)):
+        page.line(f"{word}  {describe(one)}", "quiet", hang=7)
+
+
+def describe(one: TraceSummary) -> str:
+    """Which trace a side is, in one line."""
+    label = f' "{name(one.label)}"' if one.label else ""
+    rank = f", rank {one.rank} of {one.world_size}" if one.world_size and one.world_size > 1 else ""
+    whole = "" if one.complete else ", incomplete"
+    return f"{name(one.path)}{label}: {plural(one.ops, 'op')}{whole}, torch {name(one.torch)}, {name(one.device)}{rank}, {name(one.created)}"
+
+
+def _next(page: Page, diagnosis: Diagnosis, shown: Divergence | None) -> None:
+    left, right = (shlex.quote(one.path) for one in (diagnosis.left, diagnosis.right))
+    page.line()
+    if shown is not None and shown.name is not None and shown.kind in ("leaf", "hidden-write"):
+        page.command("next: ", f"opdrift show {left} --leaf {shlex.quote(shown.name)}")
+    elif shown is not None and shown.seq.left is not None:
+        page.command("next: ", f"opdrift show {left} --op {shown.seq.left}")
+    elif shown is not None and shown.seq.right is not None:
+        page.command("next: ", f"opdrift show {right} --op {shown.seq.right}")
+    page.command("      ", f"diff-trace {left} {right} --side-by-side")

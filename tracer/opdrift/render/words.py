@@ -1,0 +1,86 @@
+"""How numbers, names and counts are written, the same in every report."""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from typing import Final
+
+#: Longer names are cut in the middle: both ends of a module path or a C++ kernel name tell most.
+NAME_LIMIT: Final = 160
+#: Unicode categories that can move the cursor, hide text or break a line: controls, formats (bidi
+#: overrides, zero-width), surrogates, private use, unassigned, line and paragraph separators.
+_UNPRINTABLE: Final = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
+
+
+def readable(text: str, *, limit: int | None = None) -> str:
+    r"""Escape what a terminal would act on (`\n`, `\x1b`, bidi overrides) and cut what is huge.
+
+    Args:
+        text: Any name or sentence that may come from the traced program.
+        limit: Longest result in characters; None keeps everything.
+    """
+    if limit is not None and len(text) > limit:
+        head = (limit - 3) // 2
+        text = f"{text[:head]}...{text[len(text) - (limit - 3 - head) :]}"
+    if text.isprintable():  # the common case, in C
+        return text
+    return "".join(c if unicodedata.category(c) not in _UNPRINTABLE else _escape(c) for c in text)
+
+
+def _escape(character: str) -> str:
+    short = {"\n": "\\n", "\t": "\\t", "\r": "\\r"}.get(character)
+    if short is not None:
+        return short
+    point = ord(character)
+    return (
+        f"\\x{point:02x}"
+        if point < 256
+        else f"\\u{point:04x}"
+        if point < 65536
+        else f"\\U{point:08x}"
+    )
+
+
+def name(text: str) -> str:
+    """A module, leaf, op or kernel name as it is shown: escaped, and cut if it is huge."""
+    return readable(text, limit=NAME_LIMIT)
+
+
+def scope(path: str) -> str:
+    """A module path; the root module, whose path is empty, gets a word."""
+    return name(path) if path else "the root module"
+
+
+def count(number: int) -> str:
+    """41370 -> "41,370"."""
+    return f"{number:,}"
+
+
+def plural(number: int, noun: str) -> str:
+    """1, "op" -> "1 op"; 2, "op" -> "2 ops"."""
+    return f"{count(number)} {noun}" if number == 1 else f"{count(number)} {noun}s"
+
+
+def size(number: float) -> str:
+    """A difference in as few characters as keep two or three digits: 0.35, 1.4, 2.6e-7, inf."""
+    if not math.isfinite(number):
+        return "nan" if math.isnan(number) else "inf" if number > 0 else "-inf"
+    if number == 0:
+        return "0"
+    if 0.01 <= abs(number) < 1000:
+        return f"{number:.2g}" if abs(number) < 10 else f"{number:.3g}"
+    mantissa, exponent = f"{number:.1e}".split("e")
+    return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
+
+
+def ratio(number: float) -> str:
+    """How many times larger: "12x", "3,000x", "2.1e9x"."""
+    if not math.isfinite(number) or number >= 1e6:
+        return f"{size(number)}x"
+    return f"{number:,.0f}x" if number >= 10 else f"{number:.1f}x"
+
+
+def side(value: object) -> str:
+    """One side of a fact that differs; a missing one is said to be missing."""
+    return "(none)" if value is None else readable(str(value), limit=NAME_LIMIT)
