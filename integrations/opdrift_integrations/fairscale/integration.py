@@ -1,0 +1,420 @@
+"""Attach to fairscale FSDP and write down what it does to parameters and buffers.
+
+fairscale moves weights in ways that no dispatched op shows: it resizes storages to zero and back,
+and points `parameter.data` elsewhere. So its methods are watched (fairscale 0.4.13,
+`fully_sharded_data_parallel.py`). The marks, all with `library`, `unit` (path of the FSDP module,
+null if the recorder does not know it), and `phase` (forward, backward, summon):
+
+`gather`       The full parameters of a buffer were put together; `use`: they were still there.
+               `buffer`, `nth`, `parameters` [[name, offset, shape]], `tied` [[name, owner]], `ranks`
+               (of the process group), `rank`, `bytes`, `dtype`, `device`, `padding` (elements),
+               `shard` (digest of this rank's own shard as cast), `segments` (digest of each rank's
+               part of the gathered buffer), `intact` (own shard and own segment are equal), and where
+               they are not, `mismatch` [{parameter, offset, numel, zeros}].
+`cast`         A shard was cast for computing (`what` "shard"), or the inputs were (`what` "input").
+`move`         Offload: `direction` "load" copies the shard to the compute device, "drop" goes back to
+               the shard in host memory (no copy: a pointer is switched). Both carry digests of
+               source and destination, and `intact`.
+`buffer-cast`  A buffer was replaced by a cast one, for good: fairscale keeps no original.
+               `lossless` says whether casting back gives the same content.
+`free`         A storage was resized to nothing: `bytes`, `buffer`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import fairscale.nn.data_parallel.fully_sharded_data_parallel as fsdp
+import torch
+import torch.distributed as dist
+from fairscale.nn.misc.flatten_params_wrapper import FlattenParamsWrapper
+from torch.utils._pytree import tree_leaves
+
+from opdrift.plugins import Digest, RecorderLike
+from opdrift_integrations.digests import as_field, same
+from opdrift_integrations.fairscale.layout import Buffer, buffers, join
+from opdrift_integrations.patching import watch
+
+_log = logging.getLogger(__name__)
+
+Observation = Generator[None, Any, None]
+
+
+class FairscaleIntegration:
+    """Marks for `fairscale.nn.data_parallel.FullyShardedDataParallel`, and names through its flat parameters."""
+
+    name = "fairscale"
+    library = "fairscale"
+
+    @contextlib.contextmanager
+    def attach(self, recorder: RecorderLike) -> Iterator[None]:
+        """Watch every FSDP unit that this thread uses inside the block."""
+        watcher = _Watcher(recorder)
+        unit = fsdp.FullyShardedDataParallel
+        points = (
+            (unit, "_rebuild_full_params", watcher.rebuild),
+            (unit, "_cast_fp32_param_shards_to_fp16", watcher.load),
+            (unit, "_use_fp32_param_shard", watcher.drop),
+            (unit, "_cast_buffers", watcher.cast_buffers),
+            (fsdp, "cast_floats_to_right_precision", watcher.cast_inputs),
+            (fsdp, "free_storage_", watcher.free),
+            (FlattenParamsWrapper, "_unflatten_params_as_views", watcher.make_views),
+        )
+        with contextlib.ExitStack() as stack:
+            for owner, name, observer in points:
+                stack.enter_context(watch(owner, name, observer, watcher.failed))
+            yield
+
+
+@dataclass(slots=True)
+class _Unit:
+    """What is known of one FSDP unit."""
+
+    path: str | None
+    buffers: tuple[Buffer, ...]
+    #: Per buffer: this rank's shard in compute precision, since its last load; None before one.
+    loaded: list[Digest | None]
+    #: Per buffer: the master shard at that load.
+    master: list[Digest | None]
+    #: The full parameters that are there now have been named.
+    named: bool = False
+    counts: dict[str, int] = field(default_factory=dict)
+
+
+class _Watcher:
+    """The observers of one recorder."""
+
+    def __init__(self, recorder: RecorderLike) -> None:
+        self._recorder = recorder
+        self._thread = threading.get_ident()
+        self._units: WeakKeyDictionary[Any, _Unit] = WeakKeyDictionary()
+        self._wrapped_by_unit: WeakSet[Any] = WeakSet()
+        #: Storage -> (unit, buffer) of what fairscale will free, until it does.
+        self._storages: dict[int, tuple[str | None, str]] = {}
+        self._casting_buffers = False
+        self._failures: set[str] = set()
+
+    def failed(self, error: Exception) -> None:
+        """Say once per kind of failure that something could not be observed."""
+        text = f"{type(error).__name__}: {error}"
+        if text in self._failures:
+            return
+        self._failures.add(text)
+        _log.warning(
+            "opdrift could not follow fairscale here, the run goes on: %s", text, exc_info=error
+        )
+        self._recorder.mark("integration-failed", library="fairscale", error=text)
+
+    # ---- observers, in the order in which a forward meets them ------------------------------------
+
+    def cast_inputs(self, to_fp16: bool, no_grad: bool, *args: Any, **kwargs: Any) -> Observation:
+        """`cast_floats_to_right_precision`: the inputs of the root unit."""
+        if not self._here():
+            return
+        before = _tensors((args, kwargs))
+        result = yield
+        changed = [
+            (old, new)
+            for old, new in zip(before, _tensors(result), strict=True)
+            if old.dtype != new.dtype
+        ]
+        for old, new in changed:
+            self._mark(
+                "cast",
+                None,
+                "forward",
+                what="input",
+                shape=list(old.shape),
+                **_between(old, new),
+            )
+
+    def cast_buffers(self, unit: Any, *args: Any, **kwargs: Any) -> Observation:
+        """`_cast_buffers`: replaces each buffer by a cast one, and keeps no original."""
+        if self._casting_buffers or not self._here(unit):
+            return  # called for the units inside by the root's call, which sees their buffers too
+        before = [
+            (module, name, buffer)
+            for module in unit.modules()
+            for name, buffer in module.named_buffers(recurse=False)
+        ]
+        self._casting_buffers = True
+        try:
+            yield
+        finally:
+            self._casting_buffers = False
+        for module, name, old in before:
+            new = getattr(module, name)
+            if new is old:
+                continue
+            path = self._recorder.clean_path(module)
+            with self._recorder.pause(), torch.no_grad():
+                source, destination = self._recorder.digest(old), self._recorder.digest(new)
+                back = new.to(device=old.device, dtype=old.dtype)
+                lossless = same(source, self._recorder.digest(back))
+                largest = float((back - old).abs().max()) if lossless is False else None
+                if path is not None:
+                    self._recorder.name_tensor(new, join(path, name), kind="buffer")
+            self._mark(
+                "buffer-cast",
+                self._recorder.clean_path(unit),
+                _phase(unit),
+                name=None if path is None else join(path, name),
+                source=as_field(source),
+                destination=as_field(destination),
+                lossless=lossless,
+                largest_change=largest,
+                **_between(old, new),
+            )
+
+    def rebuild(self, unit: Any, force_full_precision: bool = False) -> Observation:
+        """`_rebuild_full_params`: the gather; without one where the full parameters are still there."""
+        if not self._here(unit):
+            return
+        state = self._unit(unit)
+        kind = "use" if unit.has_full_params and not force_full_precision else "gather"
+        state.loaded = [None] * len(state.buffers)
+        yield
+        state.counts[kind] = state.counts.get(kind, 0) + 1
+        with self._recorder.pause(), torch.no_grad():
+            for index, parameter in enumerate(unit.params):
+                self._gathered(kind, unit, state, index, parameter)
+        state.named = True
+
+    def load(self, unit: Any, params: Any = None) -> Observation:
+        """`_cast_fp32_param_shards_to_fp16`: the shard is cast and, under offload, copied to the device."""
+        if not self._here(unit):
+            return
+        state = self._unit(unit)
+        yield
+        for index, parameter in _chosen(unit, params):
+            buffer = state.buffers[index]
+            source, copy = parameter._fp32_shard, parameter._fp16_shard
+            self._storages[_storage(copy)] = (state.path, buffer.name)
+            with self._recorder.pause(), torch.no_grad():
+                before, after = self._recorder.digest(source), self._recorder.digest(copy)
+                intact = same(self._cast(source, copy.dtype), after)
+            state.master[index], state.loaded[index] = before, after
+            fields = {
+                "buffer": buffer.name,
+                "parameters": _parameters(buffer),
+                "source": as_field(before),
+                "destination": as_field(after),
+                "intact": intact,
+                **_between(source, copy),
+            }
+            if source.dtype != copy.dtype:
+                self._mark("cast", state.path, _phase(unit), what="shard", **fields)
+            if unit.move_params_to_cpu:
+                self._mark("move", state.path, _phase(unit), direction="load", **fields)
+
+    def make_views(self, wrapper: Any) -> Observation:
+        """`_unflatten_params_as_views` of a FlattenParamsWrapper that no FSDP unit owns."""
+        yield
+        if not self._here(wrapper) or wrapper in self._wrapped_by_unit:
+            return
+        path = self._recorder.clean_path(wrapper)
+        if path is None:
+            return
+        for (module, _, name), view in zip(
+            wrapper._param_infos, wrapper._fpw_module._unflattened_param_views, strict=True
+        ):
+            if _readable(view):
+                self._recorder.name_tensor(view, join(path, module, name), kind="parameter")
+
+    def drop(self, unit: Any, params: Any = None) -> Observation:
+        """`_use_fp32_param_shard`: back to the master shard; under offload the one in host memory."""
+        if not self._here(unit) or not unit.move_params_to_cpu:
+            return
+        state = self._unit(unit)
+        # A pointer comparison: by now the storage of the full parameter may be gone.
+        moved = [
+            (index, parameter, parameter.dtype, parameter.device)
+            for index, parameter in _chosen(unit, params)
+            if parameter.data_ptr() != parameter._fp32_shard.data_ptr()
+        ]
+        yield
+        for index, parameter, dtype, device in moved:
+            master = self._recorder.digest(parameter._fp32_shard)
+            # Only forward leaves the master alone: an optimizer or a summon may write into it.
+            known = state.master[index] if _phase(unit) == "forward" else None
+            self._mark(
+                "move",
+                state.path,
+                _phase(unit),
+                direction="drop",
+                buffer=state.buffers[index].name,
+                parameters=_parameters(state.buffers[index]),
+                source_dtype=_name(dtype),
+                source_device=str(device),
+                destination_dtype=_name(parameter.dtype),
+                destination_device=str(parameter.device),
+                bytes=0,
+                destination=as_field(master),
+                intact=same(known, master),
+            )
+
+    def free(self, data: Any) -> Observation:
+        """`free_storage_`: the storage is resized to nothing, which no op shows."""
+        before = data.untyped_storage().nbytes()
+        owner = self._storages.pop(_storage(data), None)
+        if owner is None and not self._here():
+            return
+        yield
+        freed = before - data.untyped_storage().nbytes()
+        if freed:
+            unit, buffer = owner or (None, None)
+            self._mark("free", unit, None, buffer=buffer, bytes=freed, device=str(data.device))
+
+    # ---- what they share ----------------------------------------------------------------------------
+
+    def _here(self, unit: Any = None) -> bool:
+        """Whether this recorder is meant: its thread, or a unit of its thread (backward has its own)."""
+        return threading.get_ident() == self._thread or unit in self._units
+
+    def _unit(self, unit: Any) -> _Unit:
+        path = self._recorder.clean_path(unit)
+        state = self._units.get(unit)
+        if state is None or state.path != path:
+            layout = buffers(unit, path or "")
+            unknown: list[Digest | None] = [None] * len(layout)
+            state = _Unit(path, layout, unknown, list(unknown))
+            self._units[unit] = state
+            self._wrapped_by_unit.add(unit._fsdp_wrapped_module)
+        return state
+
+    def _gathered(self, kind: str, unit: Any, state: _Unit, index: int, parameter: Any) -> None:
+        buffer = state.buffers[index]
+        content = parameter.data
+        if not _readable(content):
+            return
+        flat = content.reshape(-1)
+        if state.path is not None and (kind == "gather" or not state.named):
+            for name, part in buffer.names():
+                view = flat[part.offset : part.offset + part.size].view(part.shape)
+                self._recorder.name_tensor(view, name, kind="parameter")
+        master = parameter._fp32_shard
+        if _storage(content) == _storage(master):
+            return  # one rank, nothing cast or moved: the parameters are the master itself
+        self._storages[_storage(content)] = (state.path, buffer.name)
+        # The padding lies behind the view that fairscale trimmed.
+        full = flat.as_strided((buffer.size,), (1,), 0)
+        segments = [self._recorder.digest(segment) for segment in full.split(buffer.shard)]
+        shard = state.loaded[index] if kind == "gather" else None
+        if shard is None:
+            shard = self._cast(master, full.dtype)
+        intact = same(shard, segments[buffer.rank])
+        fields: dict[str, Any] = {}
+        if intact is False:
+            fields["mismatch"] = self._mismatch(buffer, master.reshape(-1), full)
+            intact = not fields["mismatch"]  # only the padding differs
+        self._mark(
+            kind,
+            state.path,
+            _phase(unit),
+            buffer=buffer.name,
+            nth=state.counts[kind],
+            parameters=_parameters(buffer),
+            tied=[list(pair) for pair in buffer.tied],
+            ranks=_ranks(unit),
+            rank=buffer.rank,
+            bytes=full.numel() * full.element_size(),
+            dtype=_name(full.dtype),
+            device=str(full.device),
+            padding=buffer.padding,
+            shard=as_field(shard),
+            segments=[as_field(segment) for segment in segments],
+            intact=intact,
+            **fields,
+        )
+
+    def _mismatch(self, buffer: Buffer, master: Any, full: Any) -> list[dict[str, Any]]:
+        """The parameters whose part of this rank's segment is not what the shard holds."""
+        start, end = buffer.own
+        found = []
+        for part in buffer.parts:
+            low, high = max(part.offset, start), min(part.offset + part.size, end)
+            if low >= high:
+                continue
+            there = self._recorder.digest(full[low:high])
+            if same(self._cast(master[low - start : high - start], full.dtype), there) is False:
+                found.append(
+                    {
+                        "parameter": part.name,
+                        "offset": low - part.offset,
+                        "numel": high - low,
+                        "zeros": there is not None and there.raw == 0,
+                    }
+                )
+        return found
+
+    def _cast(self, tensor: Any, dtype: torch.dtype) -> Digest | None:
+        """The digest that `tensor` has in another precision."""
+        return self._recorder.digest(tensor if tensor.dtype == dtype else tensor.to(dtype))
+
+    def _mark(self, kind: str, unit: str | None, phase: str | None, **fields: Any) -> None:
+        self._recorder.mark(kind, library="fairscale", unit=unit, phase=phase, **fields)
+
+
+def _phase(unit: Any) -> str:
+    """forward, backward or summon; the backward hook gathers before fairscale says that it began."""
+    state = unit.training_state
+    if state is fsdp.TrainingState.SUMMON_FULL_PARAMS:
+        return "summon"
+    return "forward" if state is fsdp.TrainingState.FORWARD else "backward"
+
+
+def _chosen(unit: Any, params: Any) -> list[tuple[int, Any]]:
+    """The (index, parameter) that a method of the unit was called for; all if `params` is None."""
+    wanted = None if params is None else {id(parameter) for parameter in params}
+    return [
+        (index, parameter)
+        for index, parameter in enumerate(unit.params)
+        if wanted is None or id(parameter) in wanted
+    ]
+
+
+def _parameters(buffer: Buffer) -> list[Any]:
+    return [[part.name, part.offset, list(part.shape)] for part in buffer.parts]
+
+
+def _between(source: Any, destination: Any) -> dict[str, Any]:
+    return {
+        "source_dtype": _name(source.dtype),
+        "destination_dtype": _name(destination.dtype),
+        "source_device": str(source.device),
+        "destination_device": str(destination.device),
+        "bytes": destination.numel() * destination.element_size(),
+    }
+
+
+def _ranks(unit: Any) -> list[int] | None:
+    """Global ranks of the unit's group; None for a stand-in, or one that was destroyed since."""
+    try:
+        return dist.get_process_group_ranks(unit.process_group)
+    except (KeyError, TypeError):
+        return None
+
+
+def _tensors(tree: Any) -> list[Any]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _storage(tensor: Any) -> int:
+    """Identity of a storage that stays the same when it is freed and filled again."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _readable(tensor: Any) -> bool:
+    """False if the storage was freed: reading it would kill the process."""
+    needed = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+    return bool(tensor.untyped_storage().nbytes() >= needed)

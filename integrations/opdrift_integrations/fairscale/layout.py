@@ -1,0 +1,120 @@
+"""Where the original parameters lie in what a fairscale FSDP unit gathers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from fairscale.nn.misc.flatten_params_wrapper import FlatParameter
+
+#: Path segments that wrappers add; the model's own names do not have them.
+_WRAPPERS = frozenset({"_fsdp_wrapped_module", "_fpw_module"})
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """An original parameter inside a buffer: `size` elements from `offset`."""
+
+    name: str
+    offset: int
+    size: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """One gathered tensor: the shards of all ranks end to end, padded to equal length.
+
+    Attributes:
+        name: fairscale's name of it, `layers.0.flat_param_0`.
+        parts: The original parameters in it, in order.
+        tied: Further names of a part: (name, name of the part).
+        shard: Elements that each rank holds, padding included.
+        ranks: How many ranks hold one; 1 if the unit is not sharded.
+        rank: Which of them is this process.
+    """
+
+    name: str
+    parts: tuple[Part, ...]
+    tied: tuple[tuple[str, str], ...]
+    shard: int
+    ranks: int
+    rank: int
+
+    @property
+    def size(self) -> int:
+        """Elements of the gathered tensor, padding included."""
+        return self.shard * self.ranks
+
+    @property
+    def own(self) -> tuple[int, int]:
+        """First element of this rank's segment, and the one after its last."""
+        return self.shard * self.rank, self.shard * (self.rank + 1)
+
+    @property
+    def padding(self) -> int:
+        """Elements at the end that belong to no parameter."""
+        return self.size - sum(part.size for part in self.parts)
+
+    def names(self) -> Iterator[tuple[str, Part]]:
+        """Each name of each parameter, tied ones included."""
+        by_name = {part.name: part for part in self.parts}
+        yield from by_name.items()
+        for name, owner in self.tied:
+            if owner in by_name:
+                yield name, by_name[owner]
+
+
+def join(*segments: str) -> str:
+    """A module path without what wrappers add to it."""
+    names = (name for segment in segments for name in segment.split("."))
+    return ".".join(name for name in names if name and name not in _WRAPPERS)
+
+
+def buffers(unit: Any, path: str) -> tuple[Buffer, ...]:
+    """The layout of each of `unit.params`; `path` is where the unit is in the model.
+
+    `unit` is a `FullyShardedDataParallel` after its lazy initialisation.
+    """
+    return tuple(_buffer(unit, path, index) for index in range(len(unit.params)))
+
+
+def _buffer(unit: Any, path: str, index: int) -> Buffer:
+    parameter = unit.params[index]
+    if isinstance(parameter, FlatParameter):
+        name = join(path, f"flat_param_{index}")
+        names, shapes, sizes = parameter.metadata()
+        tied = tuple(
+            (join(path, module, leaf), join(path, shared_module, shared_leaf))
+            for module, shared_module, _, leaf, _, shared_leaf in parameter._shared_param_infos
+        )
+    else:
+        own, *others = _names_of(unit, parameter, unit._param_name_groups[index][0])
+        name = join(path, own)
+        names, shapes, sizes = [own], [parameter._orig_size], [parameter._orig_size.numel()]
+        tied = tuple((join(path, other), name) for other in others)
+    parts, offset = [], 0
+    for part, shape, size in zip(names, shapes, sizes, strict=True):
+        parts.append(Part(join(path, part), offset, size, tuple(shape)))
+        offset += size
+    sharded = bool(parameter._is_sharded)
+    return Buffer(
+        name=name,
+        parts=tuple(parts),
+        tied=tied,
+        shard=parameter._fp32_shard.numel(),
+        ranks=unit.world_size if sharded else 1,
+        rank=unit.rank if sharded else 0,
+    )
+
+
+def _names_of(unit: Any, parameter: Any, first: str) -> list[str]:
+    """All names of a parameter that stayed one; `first` is the one that fairscale knows it by."""
+    found = [
+        join(name)
+        for name, other in unit.named_parameters(remove_duplicate=False)
+        if other is parameter
+    ]
+    first = join(first)
+    return [first, *(name for name in found if name != first)]

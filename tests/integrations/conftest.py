@@ -1,0 +1,121 @@
+"""A recorder that only remembers, and what fairscale needs to run here."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fairscale.internal import parallel
+from torch import nn
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+WRAPPERS = {"_fsdp_wrapped_module", "_fpw_module"}
+
+
+@dataclass(frozen=True)
+class FakeDigest:
+    raw: int
+    n: int
+    code: int
+
+
+@dataclass
+class FakeRecorder:
+    """What an integration may use of a recorder, kept in lists."""
+
+    model: nn.Module | None = None
+    marks: list[dict[str, Any]] = field(default_factory=list)
+    names: list[tuple[str, str, torch.Tensor]] = field(default_factory=list)
+    paused: int = 0
+
+    def mark(self, kind: str, **fields: Any) -> None:
+        self.marks.append({"kind": kind, **fields})
+
+    @contextlib.contextmanager
+    def scope(self, name: str) -> Iterator[None]:
+        yield
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        self.paused += 1
+        try:
+            yield
+        finally:
+            self.paused -= 1
+
+    def name_tensor(self, tensor: torch.Tensor, name: str, *, kind: str = "parameter") -> None:
+        self.names.append((kind, name, tensor.detach().clone()))
+
+    def digest(self, tensor: torch.Tensor) -> FakeDigest | None:
+        needed = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+        if tensor.untyped_storage().nbytes() < needed:
+            return None
+        # Of a copy: numpy() would pin the storage's size, and fairscale could not free it.
+        content = tensor.detach().clone().reshape(-1).view(torch.uint8).numpy().tobytes()
+        raw = int.from_bytes(hashlib.sha256(content).digest()[:7], "little") if any(content) else 0
+        return FakeDigest(raw, tensor.numel(), tensor.element_size())
+
+    def clean_path(self, module: nn.Module) -> str | None:
+        if self.model is None:
+            return None
+        for name, candidate in self.model.named_modules():
+            if candidate is module:
+                return ".".join(part for part in name.split(".") if part and part not in WRAPPERS)
+        return None
+
+    def of(self, kind: str, **wanted: Any) -> list[dict[str, Any]]:
+        """The marks of a kind whose fields have these values."""
+        return [
+            mark
+            for mark in self.marks
+            if mark["kind"] == kind and all(mark[key] == value for key, value in wanted.items())
+        ]
+
+    def content(self, name: str) -> torch.Tensor:
+        """The content last given this name."""
+        return next(tensor for _, known, tensor in reversed(self.names) if known == name)
+
+
+@pytest.fixture
+def recorder() -> FakeRecorder:
+    return FakeRecorder()
+
+
+@pytest.fixture
+def make_recorder() -> type[FakeRecorder]:
+    return FakeRecorder
+
+
+def fairscale_shim() -> Any:
+    """The context manager of the example that lets fairscale run without a GPU."""
+    spec = importlib.util.spec_from_file_location(
+        "_fairscale_on_cpu", EXAMPLES / "_fairscale_on_cpu.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    shim = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(shim)
+    return shim.fairscale_on_cpu
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A gloo process group of this process alone, and fairscale able to run without a GPU."""
+    store = tmp_path_factory.mktemp("group") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    try:
+        with fairscale_shim()():
+            yield
+    finally:
+        dist.destroy_process_group()
+        # fairscale caches groups for the life of the process, destroyed ones too.
+        if hasattr(parallel.get_process_group_cached, "_global_group_cache"):
+            del parallel.get_process_group_cached._global_group_cache

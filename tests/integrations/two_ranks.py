@@ -1,0 +1,64 @@
+"""One of two processes of a fairscale FSDP model; writes down its marks. Run by test_fairscale.py."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from conftest import FakeRecorder, fairscale_shim
+from fairscale.nn.data_parallel import FullyShardedDataParallel as FSDP  # noqa: N817
+from fairscale.nn.wrap import enable_wrap, wrap
+from torch import nn
+
+from opdrift_integrations.fairscale import FairscaleIntegration
+
+warnings.filterwarnings("ignore")
+
+
+def digests(names: dict[str, torch.Tensor]) -> dict[str, str]:
+    return {name: f"{FakeRecorder().digest(tensor)}" for name, tensor in names.items()}
+
+
+def exchange_segments(unit: Any) -> None:
+    """The planted fault: what came from rank 0 and from rank 1 is in the wrong order."""
+    full = unit.params[0]._full_param_padded
+    full.copy_(torch.cat(tuple(reversed(full.chunk(2)))))
+
+
+def main(rank: int, folder: Path, fault: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    torch.manual_seed(3)
+    net: nn.Module = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3), nn.Linear(3, 3))
+    plain = {name: tensor.detach().half() for name, tensor in net.named_parameters()}
+    (folder / "plain.json").write_text(json.dumps(digests(plain)))
+    options = {"mixed_precision": True, "cpu_offload": True, "bucket_cap_mb": 0}
+    with fairscale_shim()():
+        with enable_wrap(wrapper_cls=FSDP, compute_device=torch.device("cpu"), **options):
+            net[0], net[2] = wrap(net[0]), wrap(net[2])
+            net = wrap(net)
+        recorder = FakeRecorder(net)
+        rebuild = FSDP._rebuild_full_params
+
+        def rebuild_wrong(unit: Any, force_full_precision: bool = False) -> Any:
+            result = rebuild(unit, force_full_precision)
+            if unit is net.module[0] and rank == 1:
+                exchange_segments(unit)
+            return result
+
+        if fault == "order":
+            FSDP._rebuild_full_params = rebuild_wrong
+        with FairscaleIntegration().attach(recorder):
+            net(torch.ones(2, 4)).float().sum().backward()
+    named = digests({name: tensor for _, name, tensor in recorder.names})
+    marks = [{"kind": "named", "name": name, "digest": digest} for name, digest in named.items()]
+    (folder / f"{rank}.json").write_text(json.dumps([*recorder.marks, *marks]))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
