@@ -1,0 +1,216 @@
+"""What the rounding bounds need to know of one op: arguments, layouts and statistics of its tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from opdrift.records import Argument, TensorArgument, TensorMeta
+from opdrift.tracefile.reader import Fingerprint, Trace
+
+#: Stands for the norm of an all-zero tensor, so that ratios are large instead of undefined.
+TINY = 1e-300
+
+
+@dataclass(frozen=True, slots=True)
+class OpView:
+    """One op with the statistics of its tensors.
+
+    Attributes:
+        name: `aten.mm.default`.
+        arguments: By name, tensors as `TensorArgument`; defaults may be left out.
+        inputs: Fingerprints of the tensor arguments, in order; None where the content is not known.
+        input_metas: Their layouts.
+        outputs: Fingerprints of the outputs: first `mutated` written arguments, then what was returned.
+        output_metas: Their layouts.
+        mutated: How many of the outputs are written arguments.
+        pointwise: torch tags the op as pointwise.
+        reduction: torch tags the op as a reduction.
+    """
+
+    name: str
+    arguments: Mapping[str, Argument]
+    inputs: Sequence[Fingerprint | None]
+    input_metas: Sequence[TensorMeta]
+    outputs: Sequence[Fingerprint | None]
+    output_metas: Sequence[TensorMeta]
+    mutated: int = 0
+    pointwise: bool = False
+    reduction: bool = False
+
+    @property
+    def base_name(self) -> str:
+        """The op without namespace, overload and the underscore of its in-place form: `add`, `_softmax`."""
+        return base_name(self.name)
+
+    def tensor(self, *names: str) -> Operand | None:
+        """The tensor argument with the first of these names that was given; None if there is none."""
+        for name in names:
+            if (position := self._position(name)) is not None and position < len(self.input_metas):
+                return self.operand(position)
+        return None
+
+    def operand(self, position: int) -> Operand:
+        """The tensor argument at a position among the tensor arguments."""
+        return Operand(self.inputs[position], self.input_metas[position])
+
+    def operands(self) -> Iterator[Operand]:
+        """All tensor arguments."""
+        return (self.operand(i) for i in range(len(self.input_metas)))
+
+    def result(self, output: int) -> Operand:
+        """An output, counted as in `outputs`."""
+        return Operand(self.outputs[output], self.output_metas[output])
+
+    def returned(self, position: int) -> Operand | None:
+        """What the op returned at a position, the written arguments left out."""
+        index = self.mutated + position
+        return self.result(index) if index < len(self.output_metas) else None
+
+    def number(self, name: str, default: float) -> float:
+        """A number among the arguments."""
+        value = self.arguments.get(name)
+        return float(value) if isinstance(value, int | float) else default
+
+    def numbers(self, name: str) -> tuple[int, ...]:
+        """A list of integers among the arguments; empty if it was not given."""
+        value = self.arguments.get(name)
+        if isinstance(value, int):
+            return (value,)
+        if isinstance(value, tuple):
+            return tuple(v for v in value if isinstance(v, int))
+        return ()
+
+    def _position(self, name: str) -> int | None:
+        """Where the tensor argument `name` is among the tensor arguments."""
+        position = 0
+        for other, argument in self.arguments.items():
+            if other == name:
+                return position if _tensors(argument) else None
+            position += _tensors(argument)
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A tensor's statistics and layout."""
+
+    fingerprint: Fingerprint | None
+    meta: TensorMeta
+
+    @property
+    def n(self) -> int:
+        """Number of elements."""
+        return math.prod(self.meta.shape)
+
+    @property
+    def l2(self) -> float | None:
+        """Norm over the finite components; None where it is not known."""
+        if self.fingerprint is None or not math.isfinite(self.fingerprint.ssq):
+            return None
+        return math.sqrt(max(self.fingerprint.ssq, 0.0))
+
+    @property
+    def rms(self) -> float | None:
+        """Root of the mean square; None where it is not known."""
+        norm = self.l2
+        return None if norm is None else norm / math.sqrt(max(self.n, 1))
+
+    @property
+    def absmax(self) -> float | None:
+        """Largest magnitude among the finite components; None where it is not known."""
+        if self.fingerprint is None or not math.isfinite(self.fingerprint.absmax):
+            return None
+        return self.fingerprint.absmax
+
+    @property
+    def mean(self) -> float | None:
+        """Mean over the finite components; None where it is not known."""
+        if self.fingerprint is None or not math.isfinite(self.fingerprint.sum):
+            return None
+        return self.fingerprint.sum / max(self.fingerprint.n - self.fingerprint.nonfinite, 1)
+
+    def size(self, dim: int) -> int:
+        """Length of a dim, 1 for a dim that a scalar lacks."""
+        return self.meta.shape[dim] if -len(self.meta.shape) <= dim < len(self.meta.shape) else 1
+
+
+class OpViews:
+    """Makes the `OpView` of any op of a trace.
+
+    A view has no fingerprint of its own; its statistics are those of a tensor that was fingerprinted
+    in the same storage at the same write: exactly, if the view only reorders it, else as an estimate
+    (the same largest magnitude, the norm scaled by the number of elements).
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        values = trace.values
+        known = np.flatnonzero(values.fingerprint >= 0)
+        #: (storage, write) -> the largest value that was fingerprinted there
+        self._known: dict[tuple[int, int], int] = {}
+        sizes = trace.fingerprints.n
+        for value in known.tolist():
+            key = (int(values.storage[value]), int(values.write[value]))
+            held = self._known.get(key)
+            if held is None or sizes[values.fingerprint[value]] > sizes[values.fingerprint[held]]:
+                self._known[key] = value
+
+    def __getitem__(self, index: int) -> OpView:
+        """The view of the op at an index."""
+        op = self._trace.op(index)
+        info = op.signature.op
+        return OpView(
+            name=info.name,
+            arguments=dict(op.signature.arguments),
+            inputs=[self.statistics(v) for v in op.inputs],
+            input_metas=[self._trace.meta(v) for v in op.inputs],
+            outputs=[self.statistics(v) for v in op.outputs],
+            output_metas=[self._trace.meta(v) for v in op.outputs],
+            mutated=op.mutated,
+            pointwise=info.pointwise,
+            reduction=info.reduction,
+        )
+
+    def statistics(self, value: int) -> Fingerprint | None:
+        """A value's fingerprint, or its base's restated for it (digest, sketch and sample left out)."""
+        own = self._trace.fingerprint(value)
+        if own is not None:
+            return own
+        values = self._trace.values
+        base = self._known.get((int(values.storage[value]), int(values.write[value])))
+        if base is None:
+            return None
+        found = self._trace.fingerprint(base)
+        meta = self._trace.meta(value)
+        assert found is not None
+        components = math.prod(meta.shape) * (2 if meta.dtype.startswith("complex") else 1)
+        scale = components / max(found.n, 1)
+        return replace(
+            found,
+            raw=0,
+            n=components,
+            sum=found.sum * scale,
+            ssq=found.ssq * scale,
+            sketch=None,
+            sample=np.zeros(0, np.uint64),
+        )
+
+
+def base_name(name: str) -> str:
+    """`aten.add_.Tensor` -> `add`; the foreach form counts as the op that it repeats."""
+    parts = name.split(".")
+    op = parts[1] if len(parts) > 1 else name
+    if op.endswith("_") and not op.endswith("__"):
+        op = op[:-1]
+    return op.removeprefix("_foreach_")
+
+
+def _tensors(argument: Argument) -> int:
+    """How many tensors an argument holds."""
+    if isinstance(argument, TensorArgument):
+        return 1
+    return sum(_tensors(a) for a in argument) if isinstance(argument, tuple) else 0
