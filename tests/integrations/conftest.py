@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -94,16 +94,19 @@ def make_recorder() -> type[FakeRecorder]:
     return FakeRecorder
 
 
-def fairscale_shim() -> Any:
-    """The context manager of the example that lets fairscale run without a GPU."""
-    spec = importlib.util.spec_from_file_location(
-        "_fairscale_on_cpu", EXAMPLES / "_fairscale_on_cpu.py"
-    )
+def example(name: str) -> Any:
+    """A module of the examples' folder."""
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
-    shim = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(shim)
-    return shim.fairscale_on_cpu
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def load_example() -> Callable[[str], Any]:
+    return example
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +115,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     store = tmp_path_factory.mktemp("group") / "store"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
     try:
-        with fairscale_shim()():
+        with example("_fairscale_on_cpu").fairscale_on_cpu():
             yield
     finally:
         dist.destroy_process_group()

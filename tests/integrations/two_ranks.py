@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from conftest import FakeRecorder, fairscale_shim
+from conftest import FakeRecorder, example
 from fairscale.nn.data_parallel import FullyShardedDataParallel as FSDP  # noqa: N817
 from fairscale.nn.wrap import enable_wrap, wrap
 from torch import nn
@@ -37,7 +37,7 @@ def main(rank: int, folder: Path, fault: str) -> None:
     plain = {name: tensor.detach().half() for name, tensor in net.named_parameters()}
     (folder / "plain.json").write_text(json.dumps(digests(plain)))
     options = {"mixed_precision": True, "cpu_offload": True, "bucket_cap_mb": 0}
-    with fairscale_shim()():
+    with example("_fairscale_on_cpu").fairscale_on_cpu():
         with enable_wrap(wrapper_cls=FSDP, compute_device=torch.device("cpu"), **options):
             net[0], net[2] = wrap(net[0]), wrap(net[2])
             net = wrap(net)

@@ -38,8 +38,9 @@ from torch.utils._pytree import tree_leaves
 
 from opdrift.plugins import Digest, RecorderLike
 from opdrift_integrations.digests import as_field, same
-from opdrift_integrations.fairscale.layout import Buffer, buffers, join
+from opdrift_integrations.fairscale.layout import Buffer, buffers
 from opdrift_integrations.patching import watch
+from opdrift_integrations.paths import join
 
 _log = logging.getLogger(__name__)
 

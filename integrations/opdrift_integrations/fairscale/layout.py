@@ -8,8 +8,7 @@ from typing import Any
 
 from fairscale.nn.misc.flatten_params_wrapper import FlatParameter
 
-#: Path segments that wrappers add; the model's own names do not have them.
-_WRAPPERS = frozenset({"_fsdp_wrapped_module", "_fpw_module"})
+from opdrift_integrations.paths import join
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +63,6 @@ class Buffer:
         for name, owner in self.tied:
             if owner in by_name:
                 yield name, by_name[owner]
-
-
-def join(*segments: str) -> str:
-    """A module path without what wrappers add to it."""
-    names = (name for segment in segments for name in segment.split("."))
-    return ".".join(name for name in names if name and name not in _WRAPPERS)
 
 
 def buffers(unit: Any, path: str) -> tuple[Buffer, ...]:
