@@ -26,7 +26,7 @@
 #endif
 
 #ifndef OPDRIFT_SOURCE
-#define OPDRIFT_SOURCE 0
+#define OPDRIFT_SOURCE 0         /* hatch_build.py defines it */
 #endif
 
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
@@ -52,9 +52,6 @@ enum {
 #define SAMPLE_SEED 0x7466703170736e00ull
 #define CHUNK_SEED 0x74660000u
 
-#define F32_INFINITY 0x7f800000u
-#define F64_INFINITY 0x7ff0000000000000ull
-
 enum { F32, F64, F16, BF16, FP8, I8, U8, I16, U16, I32, U32, I64, U64, RAW, CODES };
 enum { FIRST_FP8_KIND = 16 };    /* a kind is a code, or 16 + the number of an fp8 table */
 enum { HAS_RAW = 1, HAS_STATISTICS = 2, HAS_SKETCH = 4, HAS_SAMPLE = 8 };
@@ -73,7 +70,7 @@ typedef struct {
     uint64_t sample[SAMPLES];
     uint32_t version, code, flags, item;
     int64_t value;
-    uint32_t unused[2];
+    uint64_t unused;
 } Row;
 
 _Static_assert(sizeof(Row) == 640, "the row's layout is part of the format");
@@ -127,7 +124,7 @@ static uint64_t power[SCALAR_DIGITS];            /* r^j */
 static uint32_t limbs3[MAX_DIGIT_ROWS][3];       /* r^(64 row) in 21, 20 and 20 bits: 32-bit digits */
 static uint32_t limbs2[MAX_DIGIT_ROWS][2];       /* r^(64 row) in 31 and 30 bits: 8 and 16-bit digits */
 static uint64_t sign_word[64];                   /* the sketch's signs of a row; bit l set: lane l negative */
-static float lane_sign[64][LANES];               /* the same as +1 and -1 */
+static float lane_sign[2][64][LANES];            /* the same as +1 and -1, and its complement */
 static uint32_t sample_jitter[SAMPLES];
 static float fp8_value[FP8_TABLES][256];
 static double smallest_normal[FIRST_FP8_KIND + FP8_TABLES];   /* by kind; 0: no subnormal values */
@@ -150,43 +147,108 @@ ALWAYS_INLINE uint64_t digit_at(const void *digits, int width, size_t i) {
 }
 
 /* Add `rows` rows to the lanes. The weight r^(64 row) is the same for all lanes of a row and split
- * into limbs, so a row costs 32 x 32 -> 64 multiplications only; r^lane is left to flush_lanes. */
-ALWAYS_INLINE void add_rows(Digest *digest, const void *digits, int width, int rows) {
-    uint64_t a0[LANES], a1[LANES], a2[LANES];
-    memcpy(a0, digest->lane[0], sizeof a0);
-    memcpy(a1, digest->lane[1], sizeof a1);
+ * into limbs, so a row costs 32 x 32 -> 64 multiplications only; r^lane is left to sum_lanes. */
+#if defined(__AVX512F__) || defined(__AVX2__)
+
+#if defined(__AVX512F__)
+typedef __m512i Vector;
+#define vector_load _mm512_loadu_si512
+#define vector_store _mm512_storeu_si512
+#define vector_add _mm512_add_epi64
+#define vector_multiply _mm512_mul_epu32
+#define vector_fill(x) _mm512_set1_epi64((long long)(x))
+#else
+typedef __m256i Vector;
+#define vector_load(p) _mm256_loadu_si256((const __m256i *)(p))
+#define vector_store(p, v) _mm256_storeu_si256((__m256i *)(p), v)
+#define vector_add _mm256_add_epi64
+#define vector_multiply _mm256_mul_epu32
+#define vector_fill(x) _mm256_set1_epi64x((long long)(x))
+#endif
+
+enum {
+    VECTOR = sizeof(Vector) / 8,
+    SWEEP = 4,                   /* vectors per sweep: their accumulators stay in registers */
+};
+
+ALWAYS_INLINE Vector load_digits(const char *from, int width) {
+#if defined(__AVX512F__)
     if (width == 4)
-        memcpy(a2, digest->lane[2], sizeof a2);
-    for (int row = 0; row < rows; row++) {
-        int at = digest->rows + row;
-        const void *source = (const char *)digits + (size_t)row * LANES * width;
-        if (width == 4) {
-            uint32_t w0 = limbs3[at][0], w1 = limbs3[at][1], w2 = limbs3[at][2];
-            for (int l = 0; l < LANES; l++) {
-                uint64_t digit = digit_at(source, width, l);
-                a0[l] += digit * w0;
-                a1[l] += digit * w1;
-                a2[l] += digit * w2;
-            }
-        } else {
-            uint32_t w0 = limbs2[at][0], w1 = limbs2[at][1];
-            for (int l = 0; l < LANES; l++) {
-                uint64_t digit = digit_at(source, width, l);
-                a0[l] += digit * w0;
-                a1[l] += digit * w1;
+        return _mm512_cvtepu32_epi64(_mm256_loadu_si256((const __m256i *)from));
+    if (width == 2)
+        return _mm512_cvtepu16_epi64(_mm_loadu_si128((const __m128i *)from));
+    return _mm512_cvtepu8_epi64(_mm_loadl_epi64((const __m128i *)from));
+#else
+    if (width == 4)
+        return _mm256_cvtepu32_epi64(_mm_loadu_si128((const __m128i *)from));
+    if (width == 2)
+        return _mm256_cvtepu16_epi64(_mm_loadl_epi64((const __m128i *)from));
+    return _mm256_cvtepu8_epi64(_mm_loadu_si32(from));
+#endif
+}
+
+ALWAYS_INLINE void add_rows(Digest *digest, const void *digits, int width, int rows) {
+    const int limbs = width == 4 ? 3 : 2;
+    for (int first = 0; first < LANES; first += SWEEP * VECTOR) {
+        Vector sum[3][SWEEP];
+        for (int k = 0; k < limbs; k++)
+            for (int v = 0; v < SWEEP; v++)
+                sum[k][v] = vector_load(&digest->lane[k][first + v * VECTOR]);
+        const char *from = (const char *)digits + first * width;
+        for (int row = digest->rows; row < digest->rows + rows; row++, from += LANES * width) {
+            const uint32_t *weight = width == 4 ? limbs3[row] : limbs2[row];
+            Vector w0 = vector_fill(weight[0]), w1 = vector_fill(weight[1]);
+            Vector w2 = width == 4 ? vector_fill(weight[2]) : w1;
+#pragma GCC unroll 4
+            for (int v = 0; v < SWEEP; v++) {
+                Vector digit = load_digits(from + v * VECTOR * width, width);
+                sum[0][v] = vector_add(sum[0][v], vector_multiply(digit, w0));
+                sum[1][v] = vector_add(sum[1][v], vector_multiply(digit, w1));
+                if (limbs == 3)
+                    sum[2][v] = vector_add(sum[2][v], vector_multiply(digit, w2));
             }
         }
+        for (int k = 0; k < limbs; k++)
+            for (int v = 0; v < SWEEP; v++)
+                vector_store(&digest->lane[k][first + v * VECTOR], sum[k][v]);
     }
-    memcpy(digest->lane[0], a0, sizeof a0);
-    memcpy(digest->lane[1], a1, sizeof a1);
-    if (width == 4)
-        memcpy(digest->lane[2], a2, sizeof a2);
     digest->rows += rows;
 }
 
-NOINLINE void add_rows_32(Digest *digest, const void *digits, int rows) { add_rows(digest, digits, 4, rows); }
-NOINLINE void add_rows_16(Digest *digest, const void *digits, int rows) { add_rows(digest, digits, 2, rows); }
-NOINLINE void add_rows_8(Digest *digest, const void *digits, int rows) { add_rows(digest, digits, 1, rows); }
+#else
+
+ALWAYS_INLINE void add_rows(Digest *digest, const void *digits, int width, int rows) {
+    uint64_t sum[3][LANES];
+    memcpy(sum, digest->lane, sizeof sum);
+    for (int row = 0; row < rows; row++) {
+        const uint32_t *weight = width == 4 ? limbs3[digest->rows + row] : limbs2[digest->rows + row];
+        uint32_t w0 = weight[0], w1 = weight[1], w2 = width == 4 ? weight[2] : 0;
+        const void *from = (const char *)digits + (size_t)row * LANES * width;
+        for (int l = 0; l < LANES; l++) {
+            uint64_t digit = digit_at(from, width, l);
+            sum[0][l] += digit * w0;
+            sum[1][l] += digit * w1;
+            if (width == 4)
+                sum[2][l] += digit * w2;
+        }
+    }
+    memcpy(digest->lane, sum, sizeof sum);
+    digest->rows += rows;
+}
+
+#endif
+
+NOINLINE void add_rows_32(Digest *digest, const void *digits, int rows) {
+    add_rows(digest, digits, 4, rows);
+}
+
+NOINLINE void add_rows_16(Digest *digest, const void *digits, int rows) {
+    add_rows(digest, digits, 2, rows);
+}
+
+NOINLINE void add_rows_8(Digest *digest, const void *digits, int rows) {
+    add_rows(digest, digits, 1, rows);
+}
 
 static uint64_t sum_lanes(const Digest *digest, int width) {
     u128 total = 0;
@@ -253,6 +315,8 @@ static void add_digits(Digest *digest, const void *digits, int width, int count,
 
 enum { WIDE = 8 };               /* accumulators are spread over 8 lanes, summed up at the chunk's end */
 
+enum { NANS, POSITIVE_INFINITIES, NEGATIVE_INFINITIES, ZEROS, SUBNORMALS, COUNTS };
+
 typedef struct {
     double sketch[LANES];
     double sum[WIDE], ssq[WIDE];
@@ -305,7 +369,7 @@ ALWAYS_INLINE float widen_bfloat(uint16_t bfloat) {
     return
 
 /* Components [start, start + count) as float64: exact but for 64-bit integers beyond 2^53. */
-ALWAYS_INLINE void widen(const void *source, int kind, size_t start, int count, double *values) {
+ALWAYS_INLINE void widen(const void *restrict source, int kind, size_t start, int count, double *restrict values) {
     switch (kind) {
     case F32: WIDEN(float, x);
     case F64: WIDEN(double, x);
@@ -326,58 +390,120 @@ ALWAYS_INLINE void widen(const void *source, int kind, size_t start, int count, 
     }
 }
 
-NOINLINE void widen_row(const void *source, int kind, size_t start, double *values) {
-    widen(source, kind, start, LANES, values);
-}
-
-NOINLINE void widen_tail(const void *source, int kind, size_t start, int count, double *values) {
-    memset(values, 0, LANES * sizeof *values);
-    widen(source, kind, start, count, values);
-}
-
-ALWAYS_INLINE void add_extremes(Pass *pass, const double *values) {
-    for (int start = 0; start < LANES; start += WIDE)
-        for (int l = 0; l < WIDE; l++) {
-            double value = values[start + l];
-            double magnitude = __builtin_fabs(value);
-            pass->low[l] = value < pass->low[l] ? value : pass->low[l];
-            pass->high[l] = value > pass->high[l] ? value : pass->high[l];
-            pass->least[l] = magnitude < pass->least[l] ? magnitude : pass->least[l];
-        }
-}
-
-ALWAYS_INLINE void add_tail_extremes(Pass *pass, const double *values, int count) {
+/* Count what few chunks have; one simple loop each, so that they become vectors. */
+ALWAYS_INLINE void count_special(const double *values, int count, double normal, int finite, int64_t *counts) {
+    int64_t zero = 0, sub = 0, nan = 0, pinf = 0, ninf = 0;
+    for (int i = 0; i < count; i++)
+        zero += values[i] == 0.0;
+    counts[ZEROS] += zero;
+    if (normal > 0.0) {
+        for (int i = 0; i < count; i++)
+            sub += __builtin_fabs(values[i]) < normal;
+        counts[SUBNORMALS] += sub - zero;
+    }
+    if (finite)
+        return;
     for (int i = 0; i < count; i++) {
-        double value = values[i];
-        double magnitude = __builtin_fabs(value);
-        pass->low[0] = value < pass->low[0] ? value : pass->low[0];
-        pass->high[0] = value > pass->high[0] ? value : pass->high[0];
-        pass->least[0] = magnitude < pass->least[0] ? magnitude : pass->least[0];
+        nan += values[i] != values[i];
+        pinf += values[i] == __builtin_inf();
+        ninf += values[i] == -__builtin_inf();
     }
+    counts[NANS] += nan;
+    counts[POSITIVE_INFINITIES] += pinf;
+    counts[NEGATIVE_INFINITIES] += ninf;
 }
 
-ALWAYS_INLINE void add_sums(Pass *pass, const double *values, uint64_t row) {
-    for (int start = 0; start < LANES; start += WIDE)
-        for (int l = 0; l < WIDE; l++) {
-            pass->sum[l] += values[start + l];
-            pass->ssq[l] += values[start + l] * values[start + l];
-        }
-    RowPlan plan = plan_row(row);
-    const float *sign = lane_sign[row & 63];
-    double flip = plan.complement ? -1.0 : 1.0;
-    for (int group = 0; group < 8; group++) {
-        int from = 8 * (group ^ plan.rotation);
-        for (int l = 0; l < 8; l++)              /* times 1 or -1: exact */
-            pass->sketch[8 * group + l] += values[from + l] * (sign[from + l] * flip);
-    }
-}
-
-NOINLINE void pass_rows_portable(const void *source, int kind, int rows, uint64_t first_row, Pass *pass) {
+NOINLINE void count_special_rows(const void *source, int kind, int rows, int finite, int64_t *counts) {
     for (int row = 0; row < rows; row++) {
         double values[LANES];
-        widen_row(source, kind, (size_t)row * LANES, values);
-        add_extremes(pass, values);
-        add_sums(pass, values, first_row + row);
+        widen(source, kind, (size_t)row * LANES, LANES, values);
+        count_special(values, LANES, smallest_normal[kind], finite, counts);
+    }
+}
+
+NOINLINE void count_special_tail(const void *source, int kind, size_t start, int count, int finite, int64_t *counts) {
+    double values[LANES];
+    widen(source, kind, start, count, values);
+    count_special(values, count, smallest_normal[kind], finite, counts);
+}
+
+ALWAYS_INLINE double at_least(double a, double b) {
+    return a < b ? b : a;
+}
+
+ALWAYS_INLINE double at_most(double a, double b) {
+    return b < a ? b : a;
+}
+
+/* Whole rows of any kind in plain C: fixed loops over local arrays, which the compiler vectorises.
+ * `clean`: extremes over the finite values, the others count as 0. */
+ALWAYS_INLINE void pass_rows_plain(const void *source, int kind, int rows, uint64_t first_row, int clean, Pass *pass) {
+    double sum[LANES], ssq[LANES], low[LANES], high[LANES], least[LANES], bucket[LANES];
+    for (int l = 0; l < LANES; l++) {
+        sum[l] = ssq[l] = bucket[l] = 0.0;
+        low[l] = least[l] = __builtin_inf();
+        high[l] = -__builtin_inf();
+    }
+    for (int row = 0; row < rows; row++) {
+        double values[LANES];
+        widen(source, kind, (size_t)row * LANES, LANES, values);
+        for (int l = 0; l < LANES; l++) {
+            double value = values[l];
+            double magnitude = __builtin_fabs(value);
+            int kept = !clean || magnitude < __builtin_inf();
+            low[l] = at_most(low[l], kept ? value : __builtin_inf());
+            high[l] = at_least(high[l], kept ? value : -__builtin_inf());
+            least[l] = at_most(least[l], magnitude);
+            value = kept ? value : 0.0;
+            values[l] = value;
+            sum[l] += value;
+            ssq[l] += value * value;
+        }
+        RowPlan plan = plan_row(first_row + row);
+        const float *sign = lane_sign[plan.complement][(first_row + row) & 63];
+        for (int group = 0; group < 8; group++) {
+            int from = 8 * (group ^ plan.rotation);
+            for (int l = 0; l < 8; l++)                  /* times 1 or -1: exact */
+                bucket[8 * group + l] += values[from + l] * (double)sign[from + l];
+        }
+    }
+    memcpy(pass->sketch, bucket, sizeof bucket);
+    for (int start = 0; start < LANES; start += WIDE)
+        for (int l = 0; l < WIDE; l++) {
+            pass->sum[l] += sum[start + l];
+            pass->ssq[l] += ssq[start + l];
+            pass->low[l] = at_most(pass->low[l], low[start + l]);
+            pass->high[l] = at_least(pass->high[l], high[start + l]);
+            pass->least[l] = at_most(pass->least[l], least[start + l]);
+        }
+}
+
+NOINLINE void pass_rows_any(const void *source, int kind, int rows, uint64_t first_row, Pass *pass) {
+    pass_rows_plain(source, kind, rows, first_row, 0, pass);
+}
+
+NOINLINE void pass_rows_clean(const void *source, int kind, int rows, uint64_t first_row, Pass *pass) {
+    pass_rows_plain(source, kind, rows, first_row, 1, pass);
+}
+
+/* The last, incomplete row. */
+NOINLINE void pass_tail(const void *source, int kind, size_t start, int count, uint64_t row, int clean, Pass *pass) {
+    double values[LANES];
+    widen(source, kind, start, count, values);
+    RowPlan plan = plan_row(row);
+    const float *sign = lane_sign[plan.complement][row & 63];
+    for (int l = 0; l < count; l++) {
+        double value = values[l];
+        double magnitude = __builtin_fabs(value);
+        if (clean && !(magnitude < __builtin_inf()))
+            continue;
+        int lane = l % WIDE;
+        pass->low[lane] = at_most(pass->low[lane], value);
+        pass->high[lane] = at_least(pass->high[lane], value);
+        pass->least[lane] = at_most(pass->least[lane], magnitude);
+        pass->sum[lane] += value;
+        pass->ssq[lane] += value * value;
+        pass->sketch[l ^ (8 * plan.rotation)] += value * (double)sign[l];
     }
 }
 
@@ -560,7 +686,7 @@ static void pass_rows(const void *source, int kind, int rows, uint64_t first_row
     case BF16: pass_rows_bf16(source, rows, first_row, pass); return;
     case U8: pass_rows_u8(source, rows, first_row, pass); return;      /* also bool: masks */
 #endif
-    default: pass_rows_portable(source, kind, rows, first_row, pass);
+    default: pass_rows_any(source, kind, rows, first_row, pass);
     }
 }
 
@@ -568,26 +694,345 @@ static void pass_rows(const void *source, int kind, int rows, uint64_t first_row
 
 typedef struct {
     double min, max, sum, ssq;
-    int64_t nan, pinf, ninf, zero, sub;
+    int64_t counts[COUNTS];
     double sketch[LANES];
     uint64_t chunks;
 } Statistics;
 
-/* Count what few tensors have, and turn non-finite values into 0. */
-NOINLINE void count_special(Statistics *statistics, double *values, int count, double normal) {
-    int64_t nan = 0, pinf = 0, ninf = 0, zero = 0, sub = 0;
-    for (int i = 0; i < count; i++) {
-        double value = values[i];
-        double magnitude = __builtin_fabs(value);
-        nan += value != value;
-        pinf += value == __builtin_inf();
-        ninf += value == -__builtin_inf();
-        zero += value == 0.0;
-        sub += (magnitude > 0.0) & (magnitude < normal);
+/* One number per field, from the lanes. */
+typedef struct {
+    double sum, ssq, low, high, least;
+} Totals;
+
+ALWAYS_INLINE Totals total(const Pass *pass) {
+    Totals t = {pass->sum[0], pass->ssq[0], pass->low[0], pass->high[0], pass->least[0]};
+    for (int l = 1; l < WIDE; l++) {
+        t.sum += pass->sum[l];
+        t.ssq += pass->ssq[l];
+        t.low = at_most(t.low, pass->low[l]);
+        t.high = at_least(t.high, pass->high[l]);
+        t.least = at_most(t.least, pass->least[l]);
     }
-    statistics->nan += nan;
-    statistics->pinf += pinf;
-    statistics->ninf += ninf;
-    statistics->zero += zero;
-    statistics->sub += sub;
+    return t;
+}
+
+static Totals pass_chunk(const void *source, int kind, int count, uint64_t first_row, int clean, Pass *pass) {
+    int rows = count / LANES;
+    int rest = count % LANES;
+    start_pass(pass);
+    if (rows && clean)
+        pass_rows_clean(source, kind, rows, first_row, pass);
+    else if (rows)
+        pass_rows(source, kind, rows, first_row, pass);
+    if (rest)
+        pass_tail(source, kind, (size_t)rows * LANES, rest, first_row + rows, clean, pass);
+    return total(pass);
+}
+
+static void add_statistics(Statistics *statistics, const void *source, int kind, int count) {
+    uint64_t first_row = statistics->chunks * (CHUNK / LANES);
+    Pass pass;
+    Totals t = pass_chunk(source, kind, count, first_row, 0, &pass);
+    /* A NaN among the values is one in the sum; so are float64 values that overflow it, harmlessly. */
+    int finite = t.sum == t.sum && t.low > -__builtin_inf() && t.high < __builtin_inf();
+    if (!finite)
+        t = pass_chunk(source, kind, count, first_row, 1, &pass);
+    if (!finite || t.least == 0.0 || t.least < smallest_normal[kind]) {
+        count_special_rows(source, kind, count / LANES, finite, statistics->counts);
+        count_special_tail(source, kind, count / LANES * LANES, count % LANES, finite, statistics->counts);
+    }
+    statistics->min = at_most(statistics->min, t.low);
+    statistics->max = at_least(statistics->max, t.high);
+    statistics->sum += t.sum;
+    statistics->ssq += t.ssq;
+    uint32_t turn = mix32((uint32_t)statistics->chunks ^ CHUNK_SEED) & 63;
+    for (int l = 0; l < LANES; l++)
+        statistics->sketch[l ^ turn] += pass.sketch[l];
+    statistics->chunks++;
+}
+
+/* ---- rows ------------------------------------------------------------------------------------ */
+
+typedef struct {
+    int kind;
+    int bytes;                   /* per component */
+    int everything;              /* or the digest only */
+    Digest digest;
+    Statistics statistics;
+} State;
+
+ALWAYS_INLINE int code_of(int kind) {
+    return kind >= FIRST_FP8_KIND ? FP8 : kind;
+}
+
+static void start(State *state, int kind, int everything) {
+    state->kind = kind;
+    state->bytes = COMPONENT_BYTES[code_of(kind)];
+    state->everything = everything && kind != RAW;
+    state->digest.rows = 0;
+    state->digest.raw = 0;
+    state->digest.scale = 1;
+    if (state->everything) {
+        memset(&state->statistics, 0, sizeof state->statistics);
+        state->statistics.min = __builtin_inf();
+        state->statistics.max = -__builtin_inf();
+    }
+}
+
+/* Digest and statistics of a chunk one after the other, while it is in the cache. */
+static void add_chunk(State *state, const void *source, int count, int last) {
+    if (state->bytes == 8)
+        add_digits(&state->digest, source, 4, 2 * count, last);
+    else
+        add_digits(&state->digest, source, state->bytes, count, last);
+    if (state->everything)
+        add_statistics(&state->statistics, source, state->kind, count);
+}
+
+static void add_all(State *state, const char *source, int64_t n) {
+    if (n == 0)
+        return;
+    for (; n > CHUNK; n -= CHUNK) {
+        add_chunk(state, source, CHUNK, 0);
+        source += (size_t)CHUNK * state->bytes;
+    }
+    add_chunk(state, source, (int)n, 1);
+}
+
+static int64_t sample_position(int k, int64_t n) {
+    if (n <= SAMPLES)
+        return k;
+    uint64_t stride = (uint64_t)n / SAMPLES;
+    return (int64_t)(k * stride + (uint64_t)(((u128)sample_jitter[k] * stride) >> 32));
+}
+
+static uint64_t component_at(const char *source, int64_t i, int bytes) {
+    uint64_t bits = 0;
+    switch (bytes) {
+    case 1: memcpy(&bits, source + i, 1); break;
+    case 2: memcpy(&bits, source + 2 * i, 2); break;
+    case 4: memcpy(&bits, source + 4 * i, 4); break;
+    default: memcpy(&bits, source + 8 * i, 8);
+    }
+    return bits;
+}
+
+/* Everything in the row but the sample. */
+static void write_row(const State *state, Row *row, int64_t n, int64_t value) {
+    memset(row, 0, sizeof *row);
+    row->raw = state->digest.raw;
+    row->n = n;
+    row->version = 1;
+    row->code = code_of(state->kind);
+    row->flags = HAS_RAW;
+    row->value = value;
+    row->min = __builtin_inf();
+    row->max = -__builtin_inf();
+    if (!state->everything)
+        return;
+    const Statistics *from = &state->statistics;
+    row->flags |= HAS_STATISTICS | HAS_SKETCH;
+    row->min = from->min + 0.0;          /* -0 becomes 0: which of the two comes first is chance */
+    row->max = from->max + 0.0;
+    if (row->min <= row->max) {
+        double low = __builtin_fabs(row->min), high = __builtin_fabs(row->max);
+        row->absmax = low > high ? low : high;
+    }
+    row->sum = from->sum;
+    row->ssq = from->ssq;
+    row->nan = from->counts[NANS];
+    row->pinf = from->counts[POSITIVE_INFINITIES];
+    row->ninf = from->counts[NEGATIVE_INFINITIES];
+    row->zero = from->counts[ZEROS];
+    row->sub = from->counts[SUBNORMALS];
+    if (state->bytes >= 4)
+        for (int j = 0; j < 32; j++)
+            row->sketch.wide[j] = from->sketch[j] + from->sketch[j + 32];
+    else
+        for (int j = 0; j < 64; j++)
+            row->sketch.narrow[j] = (float)from->sketch[j];
+}
+
+NOINLINE void fill_row(Row *row, const char *source, int64_t n, int kind, int64_t value) {
+    State state;
+    start(&state, kind, 1);
+    add_all(&state, source, n);
+    write_row(&state, row, n, value);
+    row->flags |= HAS_SAMPLE;
+    int samples = n < SAMPLES ? (int)n : SAMPLES;
+    for (int k = 0; k < samples; k++)
+        row->sample[k] = component_at(source, sample_position(k, n), state.bytes);
+}
+
+/* Element `i` of an item lies at this component of an (outer, batch, inner) tensor. */
+ALWAYS_INLINE int64_t item_component(int64_t i, int64_t item, int64_t batch, int64_t inner) {
+    return (i / inner * batch + item) * inner + i % inner;
+}
+
+/* Copy components [first, first + count) of an item to `to`. */
+static void gather(char *to, const char *source, int bytes, int64_t first, int count, int64_t item, int64_t batch,
+                   int64_t inner) {
+    for (int done = 0; done < count;) {
+        int64_t at = item_component(first + done, item, batch, inner);
+        int64_t run = inner - (first + done) % inner;
+        if (run > count - done)
+            run = count - done;
+        memcpy(to + (size_t)done * bytes, source + (size_t)at * bytes, (size_t)run * bytes);
+        done += (int)run;
+    }
+}
+
+NOINLINE void fill_item_row(Row *row, const char *source, int64_t outer, int64_t batch, int64_t inner, int64_t item,
+                            int kind, int64_t value) {
+    char chunk[CHUNK * 8] __attribute__((aligned(64)));
+    State state;
+    start(&state, kind, 1);
+    int64_t n = outer * inner;
+    for (int64_t first = 0; first < n; first += CHUNK) {
+        int count = n - first < CHUNK ? (int)(n - first) : CHUNK;
+        gather(chunk, source, state.bytes, first, count, item, batch, inner);
+        add_chunk(&state, chunk, count, first + count == n);
+    }
+    write_row(&state, row, n, value);
+    row->flags |= HAS_SAMPLE;
+    int samples = n < SAMPLES ? (int)n : SAMPLES;
+    for (int k = 0; k < samples; k++) {
+        int64_t at = item_component(sample_position(k, n), item, batch, inner);
+        row->sample[k] = component_at(source, at, state.bytes);
+    }
+}
+
+NOINLINE uint64_t digest_only(const char *source, int64_t n, int kind) {
+    State state;
+    start(&state, kind, 0);
+    add_all(&state, source, n);
+    return state.digest.raw;
+}
+
+/* ---- the thread's floating-point environment --------------------------------------------------- */
+
+/* A program may flush subnormals to zero (torch.set_flush_denormal), trap exceptions or round another
+ * way. The fingerprint must not depend on that, and the program's own settings and exception flags must
+ * be what they were. */
+#if defined(__x86_64__)
+typedef unsigned FloatEnvironment;
+
+static FloatEnvironment default_floats(void) {
+    unsigned saved = _mm_getcsr();
+    _mm_setcsr(0x1f80);
+    return saved;
+}
+
+static void restore_floats(FloatEnvironment saved) {
+    _mm_setcsr(saved);
+}
+#elif defined(__aarch64__)
+typedef uint64_t FloatEnvironment;
+
+static FloatEnvironment default_floats(void) {
+    uint64_t saved;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(saved));
+    __asm__ volatile("msr fpcr, xzr" ::: "memory");
+    return saved;
+}
+
+static void restore_floats(FloatEnvironment saved) {
+    __asm__ volatile("msr fpcr, %0" ::"r"(saved) : "memory");
+}
+#else
+typedef int FloatEnvironment;
+
+static FloatEnvironment default_floats(void) {
+    return 0;
+}
+
+static void restore_floats(FloatEnvironment saved) {
+    (void)saved;
+}
+#endif
+
+/* ---- what Python calls (opdrift/fingerprint/compiled.py) ---------------------------------------- */
+
+/* The crc32 of this file when it was compiled: a library left over from another version is refused. */
+EXPORT uint32_t opdrift_source(void) {
+    return OPDRIFT_SOURCE;
+}
+
+/* The best build for this machine: 2 AVX-512, 1 AVX2, 0 any. Ask it of the plainest build. */
+EXPORT int opdrift_best_build(void) {
+#if defined(__x86_64__)
+    unsigned a, b, c = 0, d;
+    __builtin_cpu_init();
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & (1u << 29)))    /* F16C: no name in older compilers */
+        return 0;
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("bmi2"))
+        return 0;
+    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512dq"))
+        return 1;
+    if (!__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512bw"))
+        return 1;
+    return 2;
+#else
+    return 0;
+#endif
+}
+
+/* Fill the tables; before anything else, and again with the same arguments at will.
+ * fp8: the 256 values of each fp8 format; fp8_normal: its smallest normal value, 0 if all are normal. */
+EXPORT void opdrift_init(const float *fp8, const double *fp8_normal) {
+    power[0] = 1;
+    for (int j = 1; j < SCALAR_DIGITS; j++)
+        power[j] = mulmod(power[j - 1], R);
+    uint64_t row_step = powmod(R, LANES), weight = 1;
+    for (int row = 0; row < MAX_DIGIT_ROWS; row++) {
+        limbs3[row][0] = weight & 0x1fffff;
+        limbs3[row][1] = (weight >> 21) & 0xfffff;
+        limbs3[row][2] = (uint32_t)(weight >> 41);
+        limbs2[row][0] = weight & 0x7fffffff;
+        limbs2[row][1] = (uint32_t)(weight >> 31);
+        weight = mulmod(weight, row_step);
+    }
+    for (int row = 0; row < 64; row++) {
+        sign_word[row] = splitmix64(SIGN_SEED + row);
+        for (int l = 0; l < LANES; l++) {
+            lane_sign[0][row][l] = (sign_word[row] >> l) & 1 ? -1.0f : 1.0f;
+            lane_sign[1][row][l] = -lane_sign[0][row][l];
+        }
+    }
+    for (int k = 0; k < SAMPLES; k++)
+        sample_jitter[k] = (uint32_t)(splitmix64(SAMPLE_SEED + k) >> 32);
+    memcpy(fp8_value, fp8, sizeof fp8_value);
+    smallest_normal[F32] = smallest_normal[BF16] = 0x1p-126;
+    smallest_normal[F64] = 0x1p-1022;
+    smallest_normal[F16] = 0x1p-14;
+    for (int table = 0; table < FP8_TABLES; table++)
+        smallest_normal[FIRST_FP8_KIND + table] = fp8_normal[table];
+}
+
+/* The row of n contiguous components at `source`. */
+EXPORT void opdrift_put(Row *row, const void *source, int64_t n, int kind, int64_t value) {
+    FloatEnvironment saved = default_floats();
+    fill_row(row, source, n, kind, value);
+    restore_floats(saved);
+}
+
+/* One row per item of a contiguous (outer, batch, inner) tensor: item b is [:, b, :]. */
+EXPORT void opdrift_put_batch(Row *rows, const void *source, int64_t outer, int64_t batch, int64_t inner, int kind,
+                              int64_t value) {
+    FloatEnvironment saved = default_floats();
+    for (int64_t item = 0; item < batch; item++) {
+        if (outer == 1 || inner == 0) {
+            const char *at = (const char *)source + (size_t)(item * inner) * COMPONENT_BYTES[code_of(kind)];
+            fill_row(rows + item, at, outer * inner, kind, value);
+        } else {
+            fill_item_row(rows + item, source, outer, batch, inner, item, kind, value);
+        }
+        rows[item].item = (uint32_t)item;
+    }
+    restore_floats(saved);
+}
+
+/* Only raw, at two to three times the speed. */
+EXPORT uint64_t opdrift_raw(const void *source, int64_t n, int kind) {
+    return digest_only(source, n, kind);
 }

@@ -1,0 +1,112 @@
+"""Which tensors can be read, and the plain form in which they are."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from opdrift.tfp1 import FP8_FORMATS, Code
+
+FIRST_FP8_KIND = 16
+"""A kind says how to read memory: a component code, or 16 + the number of an fp8 format."""
+
+_NUMBERS = {
+    torch.float32: Code.F32,
+    torch.float64: Code.F64,
+    torch.float16: Code.F16,
+    torch.bfloat16: Code.BF16,
+    torch.int8: Code.I8,
+    torch.uint8: Code.U8,
+    torch.bool: Code.U8,
+    torch.int16: Code.I16,
+    torch.uint16: Code.U16,
+    torch.int32: Code.I32,
+    torch.uint32: Code.U32,
+    torch.int64: Code.I64,
+    torch.uint64: Code.U64,
+}
+_RAW_DTYPE = torch.bits8
+
+
+def kinds_by_dtype() -> dict[torch.dtype, int]:
+    """The kind of every dtype whose contiguous memory can be read as it is."""
+    kinds = {dtype: int(code) for dtype, code in _NUMBERS.items()}
+    for table, name in enumerate(FP8_FORMATS):
+        dtype = getattr(torch, name, None)  # torch 2.9 has them all; a later one may drop some
+        if dtype is not None:
+            kinds[dtype] = FIRST_FP8_KIND + table
+    kinds[_RAW_DTYPE] = int(Code.RAW)
+    return kinds
+
+
+_READABLE = frozenset(kinds_by_dtype())
+
+
+def can_fingerprint(tensor: Tensor) -> str | None:
+    """Why a tensor's content cannot be read; None if it can.
+
+    Reading a tensor whose storage was freed (FSDP resizes them to 0) ends the process, so callers ask
+    first.
+    """
+    if isinstance(tensor, FakeTensor):
+        return "a fake tensor has no content"
+    if hasattr(tensor, "__tensor_flatten__"):
+        return f"a {type(tensor).__name__} wraps other tensors: fingerprint those"
+    if tensor.is_meta:
+        return "a meta tensor has no content"
+    if tensor.is_nested:
+        return "a nested tensor consists of other tensors: fingerprint those"
+    if tensor.layout != torch.strided:
+        return f"a tensor of layout {tensor.layout} consists of other tensors: fingerprint those"
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return "a tensor inside a functorch transform has no memory of its own"
+    if torch._is_functional_tensor(tensor):
+        return "a functional tensor has no memory of its own"
+    if tensor.numel() == 0:
+        return None
+    last = sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
+    held = tensor.untyped_storage().nbytes()
+    if held < needed and not _packs_elements(tensor):
+        return f"its storage was freed: {held} bytes are left of the {needed} it needs"
+    return None
+
+
+def _packs_elements(tensor: Tensor) -> bool:
+    """Whether several elements share a byte; such types give 1 as their element size."""
+    return (
+        tensor.dtype in (torch.quint4x2, torch.quint2x4) and tensor.untyped_storage().nbytes() > 0
+    )
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The same content as contiguous memory of a dtype that has a kind.
+
+    Conjugation and negation are resolved, complex elements become two components, and types without
+    numbers (sub-byte, quantised) become bytes. No dispatch mode or subclass sees the ops, autograd
+    does not record them, and nothing about `tensor` itself changes.
+    """
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        tensor = tensor.detach()
+        if tensor.is_quantized:
+            tensor = tensor.int_repr().contiguous().reshape(-1).view(torch.uint8).view(_RAW_DTYPE)
+        elif tensor.is_complex():
+            tensor = torch.view_as_real(tensor.resolve_conj().resolve_neg())
+        elif tensor.is_neg():
+            tensor = tensor.resolve_neg()
+        if tensor.dtype not in _READABLE:
+            tensor = _as_bytes(tensor)
+        if not tensor.is_cpu:
+            tensor = tensor.cpu()
+        return tensor.contiguous()
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    if (
+        tensor.element_size() == 1
+    ):  # as bytes first: copies are not implemented for all of these types
+        return tensor.view(torch.uint8).contiguous().view(_RAW_DTYPE)
+    return tensor.contiguous().reshape(-1).view(torch.uint8).view(_RAW_DTYPE)
