@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Generic, Literal, TypeVar
 
+from opdrift.errors import InvalidOptionError
+
 TRACE_SCHEMA: Final = "opdrift.trace/1"
 DIAGNOSIS_SCHEMA: Final = "opdrift.diagnosis/1"
 
@@ -428,3 +430,31 @@ class Finding:
     seq: int | None
     step: int | None
     rank: int | None
+
+
+# ---- what a user tells the recorder -----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The leading batch of a run, for per-sample records.
+
+    Attributes:
+        size: How many samples the batch holds.
+        lengths: Valid length of each sample along the padded dimension; None means nothing is padded.
+        pad_side: On which side padding stands.
+    """
+
+    size: int
+    lengths: tuple[int, ...] | None = None
+    pad_side: Literal["left", "right"] = "right"
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise InvalidOptionError(f"Batch(size={self.size!r}): a batch holds at least one sample.")
+        if self.lengths is not None:
+            object.__setattr__(self, "lengths", tuple(int(length) for length in self.lengths))
+            if len(self.lengths) != self.size:
+                raise InvalidOptionError(f"Batch(size={self.size}) has {len(self.lengths)} lengths; give one for each sample.")
+        if self.pad_side not in ("left", "right"):
+            raise InvalidOptionError(f"Batch(pad_side={self.pad_side!r}): say 'left' or 'right'.")

@@ -33,10 +33,17 @@ from opdrift.records import (
     TensorArgument,
     TensorMeta,
 )
-from opdrift.tracefile.schema import FOOTER, HEADER, SKETCH_NARROW_BYTES, SKETCH_WIDE_BYTES, TABLES
+from opdrift.tracefile.schema import (
+    CHECKS,
+    FOOTER,
+    HEADER,
+    SKETCH_NARROW_BYTES,
+    SKETCH_WIDE_BYTES,
+    TABLES,
+    checksum,
+)
 
 Ints = npt.NDArray[np.int64]
-CHECKS = "checks.jsonl"
 _WIDTH = {0: 4, 1: 8, 2: 2, 3: 2, 4: 1, 5: 1, 6: 1, 7: 2, 8: 2, 9: 4, 10: 4, 11: 8, 12: 8, 13: 1}
 
 
@@ -443,11 +450,6 @@ def _footer(folder: Path) -> tuple[Footer | None, str | None]:
         return Footer(data["ops"], data["ended"], data["exception"], tuple(data["failures"]), tuple(data["notes"])), None
     except (ValueError, KeyError, AttributeError, TypeError, OSError) as error:
         return None, f"the footer cannot be read ({error})"
-
-
-def checksum(data: Mapping[str, Any]) -> int:
-    """CRC-32 of a JSON object, for header and footer."""
-    return zlib.crc32(json.dumps(data, sort_keys=True).encode())
 
 
 def _verified_lengths(folder: Path) -> tuple[dict[str, int], str | None]:

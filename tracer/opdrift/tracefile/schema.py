@@ -6,13 +6,17 @@ History:
 
 from __future__ import annotations
 
-from typing import Final
+import json
+import zlib
+from collections.abc import Mapping
+from typing import Any, Final
 
 import pyarrow as pa
 
 SCHEMA_VERSION: Final = 1
 HEADER: Final = "header.json"
 FOOTER: Final = "footer.json"
+CHECKS: Final = "checks.jsonl"
 RANK_FOLDER: Final = "rank-{:05d}"
 
 _IDS: Final = pa.list_(pa.int64())
@@ -113,3 +117,8 @@ TABLES: Final[dict[str, pa.Schema]] = {
 SKETCH_WIDE_BYTES: Final = 160
 SKETCH_NARROW_BYTES: Final = 256
 SAMPLES: Final = 32
+
+
+def checksum(data: Mapping[str, Any]) -> int:
+    """CRC-32 of a JSON object; header and footer carry it as "crc"."""
+    return zlib.crc32(json.dumps(data, sort_keys=True).encode())

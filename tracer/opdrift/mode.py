@@ -1,0 +1,424 @@
+"""The dispatch mode: sees every op, packs one row, and changes nothing.
+
+One op costs: read the inputs' values, intern the signature, find the source line, run the op, bump
+write counts, register and fingerprint the outputs, pack a row (notes: recorder, sections 2 and 3).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from sys import _getframe
+from threading import get_ident
+from time import perf_counter_ns as now
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from opdrift.buffers import IDS, OP, OPS
+from opdrift.neutral import (
+    DispatchKeys,
+    hide_from_dynamo,
+    is_synchronous,
+    needs_repair,
+    run,
+    silent,
+    work_of,
+    written_tensors,
+)
+from opdrift.plans import Plan, encode
+from opdrift.randomness import digest_before
+from opdrift.records import COMPILED, GRAD_ENABLED, PENDING, RAISED, READ_UNINITIALISED, REREAD, UNFINGERPRINTED
+from opdrift.values import PLAIN, InFlight, Values
+
+if TYPE_CHECKING:
+    from opdrift.buffers import ThreadBuffers
+    from opdrift.sources import Sources
+
+Tensor: Final = torch.Tensor
+Parameter: Final = torch.nn.Parameter
+Size: Final = torch.Size
+#: Arguments whose text is their identity.
+_FIXED: Final = frozenset({torch.dtype, torch.device, torch.layout, torch.memory_format, complex})
+#: Tensors that torch itself uses to trace: the call must go through, and has no content.
+_TRACING: Final = frozenset({"FakeTensor", "FunctionalTensor"})
+_MAX_SIGNATURES: Final = 65536
+_NO_ARGUMENTS: Final[dict[str, Any]] = {}
+
+current_node: Final = torch._C._current_autograd_node
+sequence_number: Final = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+is_grad_enabled: Final = torch.is_grad_enabled
+
+
+class RecordingMode(TorchDispatchMode):
+    """Records the ops of the threads that run under it.
+
+    Args:
+        values: Identity and content of tensors.
+        sources: Source lines.
+        thread: The buffers of the current thread.
+        write_name: Interns a text.
+        write_mark: Writes a mark: (thread buffers, kind, fields).
+        flush: Empties a full buffer.
+        failed: Notes a failure of the tracer itself.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Without this, torch.compile falls back to eager for the rest of the process (H5)."""
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: else every op goes through two wrapper frames and imports torch._dynamo."""
+        return False
+
+    def __init__(
+        self,
+        values: Values,
+        sources: Sources,
+        *,
+        thread: Callable[[], ThreadBuffers],
+        write_name: Callable[[str, int, str], None],
+        write_mark: Callable[[ThreadBuffers, str, Mapping[str, Any]], None],
+        flush: Callable[[ThreadBuffers], None],
+        failed: Callable[[str, BaseException], None],
+    ) -> None:
+        super().__init__()
+        self._values = values
+        self._key = values.key
+        self._sources = sources
+        self._codes = sources.codes
+        self._thread = thread
+        self._me = thread()
+        self._write_name = write_name
+        self._write_mark = write_mark
+        self._flush = flush
+        self._failed = failed
+        self._plans: dict[int, Plan] = {}
+        self._signatures: dict[tuple[Any, ...], int] = {}
+        self._signature_ids = itertools.count(1)
+        self._seq = itertools.count(1)
+        self._keys: DispatchKeys | None = None
+        #: when the next flush is due (perf_counter_ns)
+        self.due = 0
+        #: whether anything is still written; False after a fork or when the disk failed
+        self.recording = True
+
+    def use_keys(self, keys: DispatchKeys | None) -> None:
+        """The program's own dispatch keys, for ops that need them."""
+        self._keys = keys
+
+    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Run one op, and record it."""
+        plan = self._plans.get(id(func))
+        if plan is None:
+            plan = self._plan(func)
+        if types and not PLAIN.issuperset(types):
+            return self._subclass(plan, types, args, kwargs or _NO_ARGUMENTS)
+        t = self._me
+        if get_ident() != t.ident:
+            t = self._thread()
+        if t.paused or not self.recording:
+            return run(plan, args, kwargs or _NO_ARGUMENTS, self._keys)
+        flags = 0
+        try:
+            values, attribute = self._values, self._key
+            key: list[Any] = [plan.id]
+            inputs: list[int] = []
+            for a in args:
+                kind = type(a)
+                if kind is Tensor or kind is Parameter:
+                    storage = a.untyped_storage()
+                    state = getattr(storage, attribute, None)
+                    entry = state and state.values.get((a.shape, a.stride(), a.storage_offset(), a.dtype))
+                    if entry is None:
+                        entry = values.adopt(t, a)
+                        state = getattr(storage, attribute)
+                    elif state.at:
+                        if storage.data_ptr() != state.at or (state.version is not None and a._version != state.version):
+                            entry = values.moved(t, a, state, entry)
+                            flags |= REREAD
+                        elif t.clock > values.gate:
+                            entry = values.recheck(t, a, state, entry)
+                    if state.special is not None and values.special(t, a, state, entry):
+                        flags |= READ_UNINITIALISED
+                    inputs.append(entry[0])
+                    key.append(entry[1])
+                elif kind is int or a is None:
+                    key.append(a)
+                else:
+                    flags |= self._other(t, a, kind, key, inputs)
+            if kwargs:
+                for name, a in kwargs.items():
+                    key.append(name)
+                    flags |= self._other(t, a, type(a), key, inputs)
+            signature_key = tuple(key)
+            signature = self._signatures.get(signature_key)
+            if signature is None:
+                signature = self._signature(plan, signature_key, args, kwargs or _NO_ARGUMENTS)
+            node = current_node()
+            if node is None:
+                phase, number = 0, sequence_number()  # forward: what the autograd node will be called
+            else:
+                phase, number = 1, node._sequence_nr() & 0x7FFFFFFFFFFFFFFF
+            frame = _getframe(1)
+            code = self._codes.get(id(frame.f_code))
+            source = code and code.lines and code.lines.get(frame.f_lasti)
+            if not source:
+                source = self._sources.find(frame, t.source)
+                if self._sources.passed_compiled:
+                    flags |= COMPILED
+            if is_grad_enabled():
+                flags |= GRAD_ENABLED
+            seq = t.seq = next(self._seq)
+            rng = digest_before(args, kwargs or _NO_ARGUMENTS) if plan.seeded else 0
+        except Exception as error:
+            self._failed(plan.name, error)
+            return run(plan, args, kwargs or _NO_ARGUMENTS, self._keys)
+
+        started = now()
+        try:
+            if plan.repair:
+                out = run(plan, args, kwargs or _NO_ARGUMENTS, self._keys)
+            elif kwargs:
+                out = plan.call(*args, **kwargs)
+            else:
+                out = plan.call(*args)
+        except BaseException:
+            self._raised(t, plan, seq, started, number, rng, signature, source, phase, flags, inputs)
+            raise
+        ended = now()
+
+        try:
+            outputs: list[int] = []
+            if plan.collective:
+                flags |= self._collective(t, plan, args, kwargs or _NO_ARGUMENTS, out, outputs)
+            elif plan.writes:
+                self._written(t, plan, args, kwargs or _NO_ARGUMENTS, outputs)
+            mutated = len(outputs)
+            kind = type(out)
+            if kind is Tensor:
+                if not plan.rebinds:
+                    try:
+                        values.output(t, out, outputs, quiet=plan.quiet, fresh=plan.fresh)
+                    except (RuntimeError, NotImplementedError):
+                        self._parts(t, out, outputs)
+            elif kind is tuple or kind is list:
+                self._outputs(t, plan, out, outputs)
+            elif plan.scalar or kind is float or kind is int or kind is bool:
+                self._write_mark(t, "scalar", {"value": encode(out)})
+            elif kind is not type(None):
+                self._outputs(t, plan, (out,), outputs)
+            self._commit(t, seq, started, ended - started, number, rng, signature, source, phase, flags, inputs, outputs, mutated)
+            t.clock = ended
+            if ended > self.due:
+                self._flush(t)
+        except Exception as error:
+            self._failed(plan.name, error)
+        return out
+
+    # ---- rows ----------------------------------------------------------------------------------------
+
+    def _commit(
+        self,
+        t: ThreadBuffers,
+        seq: int,
+        started: int,
+        duration: int,
+        node: int,
+        rng: int,
+        signature: int,
+        source: int,
+        phase: int,
+        flags: int,
+        inputs: list[int],
+        outputs: list[int],
+        mutated: int,
+    ) -> None:
+        ins, outs = len(inputs), len(outputs)
+        row = t.op_count
+        if row == OPS or t.id_count + ins + outs > IDS:
+            self._flush(t)
+            row = t.op_count
+            if ins + outs > IDS:
+                t.ids = bytearray(8 * (ins + outs))  # an op over more tensors than a buffer holds
+        t.add_ids(inputs, outputs)
+        OP.pack_into(
+            t.ops, row * OP.size, seq, started, duration, node, rng, signature, t.call, source, t.index, phase, flags, mutated, ins, outs
+        )
+        t.op_count = row + 1
+
+    def _raised(
+        self,
+        t: ThreadBuffers,
+        plan: Plan,
+        seq: int,
+        started: int,
+        node: int,
+        rng: int,
+        signature: int,
+        source: int,
+        phase: int,
+        flags: int,
+        inputs: list[int],
+    ) -> None:
+        try:
+            self._commit(t, seq, started, now() - started, node, rng, signature, source, phase, flags | RAISED, inputs, [], 0)
+        except Exception as error:
+            self._failed(plan.name, error)
+
+    # ---- arguments -----------------------------------------------------------------------------------
+
+    def _other(self, t: ThreadBuffers, a: Any, kind: type, key: list[Any], inputs: list[int]) -> int:
+        """An argument that is no plain positional tensor, int or None; returns flags.
+
+        As keys 1 == 1.0 == True and 0.0 == -0.0 and nan != nan, so floats go in as hex, bools tagged.
+        """
+        flags = 0
+        if kind is float:
+            key.append(a.hex())
+        elif kind is bool:
+            key.append("T" if a else "F")
+        elif kind is int or a is None:
+            key.append(a)
+        elif kind is list or kind is tuple or kind is Size:
+            key.append("[")
+            for item in a:
+                flags |= self._other(t, item, type(item), key, inputs)
+            key.append("]")
+        elif kind is str:
+            key.append("s")
+            key.append(a)
+        elif kind in _FIXED:
+            key.append(str(a))
+        elif isinstance(a, Tensor):
+            key.append("t")
+            flags |= self._tensor(t, a, key, inputs)
+        else:
+            key.append(kind.__qualname__)  # generator, SymInt, script object, graph of a higher-order op
+        return flags
+
+    def _tensor(self, t: ThreadBuffers, a: Tensor, key: list[Any], inputs: list[int]) -> int:
+        values = self._values
+        try:
+            storage = a.untyped_storage()
+            layout = (a.shape, a.stride(), a.storage_offset(), a.dtype)
+        except (RuntimeError, NotImplementedError):  # sparse, mkldnn, nested
+            key.append(f"{a.layout}{tuple(a.shape) if not a.is_nested else ''}{a.dtype}")
+            for part in parts(a):
+                self._tensor(t, part, key, inputs)
+            return 0
+        state = getattr(storage, self._key, None)
+        entry = state and state.values.get(layout)
+        flags = 0
+        if entry is None:
+            entry = values.adopt(t, a)
+            state = getattr(storage, self._key)
+        elif state.at and (storage.data_ptr() != state.at or (state.version is not None and a._version != state.version)):
+            entry = values.moved(t, a, state, entry)
+            flags = REREAD
+        if state.special is not None and values.special(t, a, state, entry):
+            flags |= READ_UNINITIALISED
+        inputs.append(entry[0])
+        key.append(entry[1])
+        return flags
+
+    # ---- outputs -------------------------------------------------------------------------------------
+
+    def _outputs(self, t: ThreadBuffers, plan: Plan, out: Any, outputs: list[int]) -> None:
+        for item in out:
+            if isinstance(item, Tensor):
+                try:
+                    self._values.output(t, item, outputs, quiet=plan.quiet, fresh=plan.fresh)
+                except (RuntimeError, NotImplementedError):
+                    self._parts(t, item, outputs)
+            elif isinstance(item, list | tuple):
+                self._outputs(t, plan, item, outputs)
+
+    def _parts(self, t: ThreadBuffers, out: Tensor, outputs: list[int]) -> None:
+        for part in parts(out):
+            self._values.output(t, part, outputs, quiet=False)
+
+    def _written(self, t: ThreadBuffers, plan: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: list[int]) -> None:
+        strided: list[Tensor] = []
+        for tensor in written_tensors(plan, args, kwargs):
+            try:
+                tensor.untyped_storage()
+                tensor.stride()
+                strided.append(tensor)
+            except (RuntimeError, NotImplementedError):
+                strided.extend(parts(tensor))
+        self._values.written(t, strided, outputs)
+
+    def _collective(self, t: ThreadBuffers, plan: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any, outputs: list[int]) -> int:
+        """A collective's output is not there when the mode regains control (H1).
+
+        A synchronous one may be waited for here, since the program waits next anyway; an asynchronous
+        one never: on gloo a second wait hangs or writes the result again (integrity I1).
+        """
+        work = work_of(out)
+        tensors = written_tensors(plan, args, kwargs)
+        if work is None or (plan.waits and is_synchronous(plan, args, kwargs)):
+            if work is not None:
+                work.wait()
+            self._values.written(t, tensors, outputs)
+            return 0
+        readable = "reduce_scatter" not in plan.name and plan.waits
+        self._values.written(t, tensors, outputs, in_flight=InFlight(work, readable=readable))
+        return PENDING | UNFINGERPRINTED
+
+    def _subclass(self, plan: Plan, types: Sequence[type], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Wrapper subclasses run themselves, and their inner ops come back here as plain ones."""
+        if any(kind.__qualname__ in _TRACING for kind in types):
+            return run(plan, args, kwargs, self._keys)
+        return NotImplemented
+
+    # ---- interning -----------------------------------------------------------------------------------
+
+    def _plan(self, func: Any) -> Plan:
+        plan = self._plans[id(func)] = Plan(func, len(self._plans) + 1)
+        plan.repair = needs_repair(plan)
+        self._write_name("op", plan.id, plan.describe())
+        return plan
+
+    def _signature(self, plan: Plan, key: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+        if len(self._signatures) >= _MAX_SIGNATURES:
+            self._signatures.clear()  # bounded; ids go on, a signature seen again gets a second one
+        found = self._signatures[key] = next(self._signature_ids)
+        text = {"op": plan.id, "args": [self._encode(a) for a in args], "kwargs": {n: self._encode(a) for n, a in kwargs.items()}}
+        self._write_name("signature", found, json.dumps(text))
+        return found
+
+    def _encode(self, a: Any) -> Any:
+        if isinstance(a, Tensor):
+            try:
+                known = self._values.value_of(a)
+            except (RuntimeError, NotImplementedError):
+                # one TensorArgument a part, so that arguments and inputs stay in step
+                return [self._encode(part) for part in parts(a)]
+            return {"t": known[1][1]} if known is not None and known[1] is not None else {"x": "tensor"}
+        if isinstance(a, list | tuple):
+            return [self._encode(item) for item in a]
+        return encode(a)
+
+
+def parts(tensor: Tensor) -> list[Tensor]:
+    """The plain tensors that hold a sparse or nested tensor's content; none for opaque layouts (mkldnn)."""
+    with silent(), torch.no_grad():
+        if tensor.is_nested:
+            return [tensor.values() if tensor.layout is torch.jagged else torch._nested_get_values(tensor)] if hasattr(torch, "_nested_get_values") or tensor.layout is torch.jagged else []
+        if tensor.layout is torch.sparse_coo:
+            return [tensor._indices(), tensor._values()]
+        if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+            return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+        if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+            return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return []
+
+
+hide_from_dynamo(RecordingMode.__torch_dispatch__)

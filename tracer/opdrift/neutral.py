@@ -1,0 +1,137 @@
+"""Undo what a dispatch mode by itself changes in a run.
+
+Measured on torch 2.13 (notes: recorder Q8, kernels 3.4, integrity I2). Each repair asks for the private
+function it needs once, so that a torch without it runs unrepaired rather than not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Final, Protocol
+
+import torch
+
+from opdrift.plans import Plan
+
+_force_keys: Final = getattr(torch._C, "_ForceDispatchKeyGuard", None)
+_include_keys: Final = getattr(torch._C, "_dispatch_tls_local_include_set", None)
+_exclude_keys: Final = getattr(torch._C, "_dispatch_tls_local_exclude_set", None)
+_set_excluded: Final = getattr(torch._C, "_SetExcludeDispatchKeyGuard", None)
+#: No op of any mode, of a subclass or of an outer recorder is dispatched inside.
+silent: Final[Callable[[], AbstractContextManager[None]]] = torch._C._DisableTorchDispatch
+
+DispatchKeys = tuple[Any, Any]
+
+
+def dispatch_keys() -> DispatchKeys | None:
+    """The program's own dispatch keys; to be taken before the mode is entered."""
+    if _force_keys is None or _include_keys is None or _exclude_keys is None:
+        return None
+    return _include_keys(), _exclude_keys()
+
+
+def run(plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any], keys: DispatchKeys | None) -> Any:
+    """Run an op that needs a repair as it would have run without the mode.
+
+    - Composite ops (seen whole under inference_mode) decompose with the program's keys: `linear` keeps `mm`.
+    - Foreach ops bump their tensors' version counters, else autograd returns a wrong gradient in silence.
+    - c10d ops run with ADInplaceOrView, so that version counters move as they do without a mode.
+    """
+    if plan.composite and keys is not None and torch.is_inference_mode_enabled():
+        with _force_keys(*keys):  # type: ignore[misc]
+            return plan.func(*args, **kwargs)
+    if plan.collective and _set_excluded is not None:
+        with _set_excluded(torch._C.DispatchKey.ADInplaceOrView, False):
+            return plan.call(*args, **kwargs)
+    if not plan.lists_written:
+        return plan.call(*args, **kwargs)
+    before = [(tensor, tensor._version) for tensor in written_tensors(plan, args, kwargs) if not tensor.is_inference()]
+    out = plan.call(*args, **kwargs)
+    for tensor, version in before:
+        if tensor._version == version:
+            torch.autograd.graph.increment_version(tensor)
+    return out
+
+
+def needs_repair(plan: Plan) -> bool:
+    """Whether `run` does anything for this op that a plain call does not."""
+    return plan.composite or plan.collective or plan.lists_written
+
+
+def written_tensors(plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors that an op writes into, lists flattened."""
+    found: list[torch.Tensor] = []
+    for position, name in plan.writes:
+        argument = args[position] if position is not None and position < len(args) else kwargs.get(name)
+        _collect(argument, found)
+    return found
+
+
+def _collect(argument: Any, found: list[torch.Tensor]) -> None:
+    if isinstance(argument, torch.Tensor):
+        found.append(argument)
+    elif isinstance(argument, list | tuple):
+        for item in argument:
+            _collect(item, found)
+
+
+class Work(Protocol):
+    """A c10d Work."""
+
+    def wait(self) -> Any: ...
+    def is_completed(self) -> bool: ...
+
+
+def work_of(out: Any) -> Work | None:
+    """The Work among a collective's results."""
+    for item in out if isinstance(out, tuple | list) else (out,):
+        if isinstance(item, torch.ScriptObject):
+            return torch._C._distributed_c10d.Work.unbox(item)  # type: ignore[no-any-return]
+    return None
+
+
+def is_synchronous(plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the program waits for this collective at once: it then passes async_op=False (integrity I3)."""
+    index = plan.async_index
+    if index is not None and index < len(args):
+        return args[index] is False
+    return kwargs.get("async_op") is False
+
+
+def around_compilation(off: Callable[[], None], on: Callable[[], None]) -> Callable[[], None]:
+    """Call `off` before dynamo compiles and `on` after it; dynamo must be loaded. Returns what undoes it."""
+    import torch._dynamo.callback as callbacks  # noqa: PLC0415  # 0.8 s where the program does not compile
+
+    handler = callbacks.callback_handler
+
+    def start(*_: Any) -> None:
+        off()
+
+    def end(*_: Any) -> None:
+        on()
+
+    def undo() -> None:
+        # torch._dynamo.reset() forgets callbacks, so they may be gone
+        if start in handler.start_callbacks:
+            handler.remove_start_callback(start)
+        if end in handler.end_callbacks:
+            handler.remove_end_callback(end)
+
+    handler.register_start_callback(start)
+    handler.register_end_callback(end)
+    return undo
+
+
+def hide_from_dynamo(*functions: Callable[..., Any]) -> None:
+    """Let dynamo skip these functions without wrapping them, which would import it (0.8 s) at the first op."""
+    try:
+        from torch._C._dynamo.eval_frame import (  # noqa: PLC0415
+            _FrameAction,
+            _FrameExecStrategy,
+            set_code_exec_strategy,
+        )
+    except ImportError:
+        return
+    for function in functions:
+        set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))

@@ -1,0 +1,166 @@
+"""What must be known of an overload before it runs: what it writes, whether its outputs can be read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch._ops import OpOverload
+
+#: Writes that schemas do not declare: name -> positions of the written arguments.
+#: Measured on torch 2.13 (notes: integrity 9); batch norm is the only such aten op (integrity I8).
+UNDECLARED: Final[dict[str, tuple[int, ...]]] = {
+    "c10d::allreduce_": (0,),
+    "c10d::allreduce_coalesced_": (0,),
+    "c10d::broadcast_": (0,),
+    "c10d::allgather_": (0,),
+    "c10d::_allgather_base_": (0,),
+    "c10d::allgather_coalesced_": (0,),
+    "c10d::allgather_into_tensor_coalesced_": (0,),
+    "c10d::reduce_scatter_": (0,),
+    "c10d::_reduce_scatter_base_": (0,),
+    "c10d::reduce_scatter_tensor_coalesced_": (0,),
+    "c10d::reduce_": (0,),
+    "c10d::gather_": (0,),
+    "c10d::scatter_": (0,),
+    "c10d::alltoall_": (0,),
+    "c10d::alltoall_base_": (0,),
+    "c10d::recv_": (0,),
+    "c10d::recv_any_source_": (0,),
+    "fsdp::all_gather_copy_in": (1,),
+    # the content of a functional collective's output arrives here
+    "_c10d_functional::wait_tensor": (0,),
+    "aten::native_batch_norm": (3, 4),
+    "aten::cudnn_batch_norm": (3, 4),
+    "aten::miopen_batch_norm": (3, 4),
+}
+#: These hand out memory without writing it.
+UNINITIALISED: Final = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted", "empty_quantized"})
+#: These change which memory a tensor stands for; they write no content.
+REBINDING: Final = frozenset({"resize_", "set_", "resize_as_", "_resize_output_", "resize_as_sparse_"})
+#: Collectives whose output another thread fills; only `wait` says when (notes: integrity I1).
+NEVER_WAIT: Final = frozenset({"c10d::send", "c10d::recv_", "c10d::recv_any_source_"})
+
+
+class Plan:
+    """The facts of one overload, made at its first call.
+
+    Attributes:
+        id: Number of the op in the trace.
+        call: What to call to run the op (the overload's C++ entry where there is one).
+        writes: (position or None, name) of each argument that the op writes into.
+        quiet: Its outputs are not fingerprinted: views, fresh memory, collectives that are not done.
+        fresh: It hands out memory that nothing has written.
+        rebinds: It changes a tensor's memory, not its content.
+        seeded: It may draw from a generator.
+        collective: It is of c10d and returns a Work.
+        waits: Its Work may be waited for inside the mode if the program asked for a synchronous call.
+        async_index: Position of `async_op` in the schema, or None.
+        lists_written: It writes into lists of tensors, whose version counters torch forgets under a mode.
+        composite: It is made of other ops, so it must run with the program's own dispatch keys.
+        scalar: It returns a Python number.
+        repair: It must run through `neutral.run`.
+    """
+
+    __slots__ = (
+        "async_index",
+        "call",
+        "collective",
+        "composite",
+        "fresh",
+        "func",
+        "id",
+        "lists_written",
+        "name",
+        "quiet",
+        "rebinds",
+        "repair",
+        "scalar",
+        "seeded",
+        "waits",
+        "writes",
+    )
+
+    def __init__(self, func: Any, ident: int) -> None:
+        self.id = ident
+        self.func = func
+        self.name = str(func)
+        # `_op` skips OpOverload.__call__, a Python frame; c10d ops and higher-order ops have none that fits
+        self.call: Callable[..., Any] = func._op if type(func) is OpOverload else func
+        self.writes: tuple[tuple[int | None, str], ...] = ()
+        self.quiet = self.fresh = self.rebinds = self.seeded = False
+        self.collective = self.waits = self.lists_written = self.composite = self.scalar = False
+        self.async_index: int | None = None
+        self.repair = False
+        # c10d ops are TorchBindOpOverload, a subclass: an exact type test would lose their write table
+        if not isinstance(func, OpOverload):
+            return
+        schema = func._schema
+        space, base = schema.name.split("::")
+        self.rebinds = base in REBINDING
+        self.writes = () if self.rebinds else _writes(schema)
+        self.fresh = base in UNINITIALISED
+        functional = space == "_c10d_functional" and base != "wait_tensor"
+        self.quiet = self.fresh or self.rebinds or functional or func.is_view
+        self.seeded = torch.Tag.nondeterministic_seeded in func.tags
+        self.collective = space == "c10d"
+        self.waits = self.collective and schema.name not in NEVER_WAIT
+        self.async_index = next((i for i, a in enumerate(schema.arguments) if a.name == "async_op"), None)
+        self.lists_written = any(a.alias_info is not None and a.alias_info.is_write and "Tensor" in str(a.type) and "List" in str(a.type) for a in schema.arguments)
+        self.composite = _is_composite(func)
+        self.scalar = bool(schema.returns) and all(str(r.type) in ("number", "Scalar", "bool", "int", "float") for r in schema.returns)
+
+    def describe(self) -> str:
+        """The text that the trace keeps of this op (JSON, see docs/trace-format.md)."""
+        data: dict[str, Any] = {"name": self.name}
+        marks = []
+        if isinstance(self.func, OpOverload):
+            schema = self.func._schema
+            data["arguments"] = [a.name for a in schema.arguments]
+            data["defaults"] = {a.name: encode(a.default_value) for a in schema.arguments if a.has_default_value()}
+            data["mutates"] = [name for _, name in self.writes]
+            marks = [
+                name
+                for name, holds in (
+                    ("view", self.func.is_view),
+                    ("uninitialised", self.fresh),
+                    ("seeded", self.seeded),
+                    ("pointwise", torch.Tag.pointwise in self.func.tags),
+                    ("reduction", torch.Tag.reduction in self.func.tags),
+                )
+                if holds
+            ]
+        else:
+            marks = ["higher_order"]
+        return json.dumps({**data, "is": marks})
+
+
+def _writes(schema: Any) -> tuple[tuple[int | None, str], ...]:
+    declared = tuple((None if a.kwarg_only else i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write)
+    undeclared = tuple((i, schema.arguments[i].name) for i in UNDECLARED.get(schema.name, ()))
+    return declared + tuple(w for w in undeclared if w not in declared)
+
+
+def _is_composite(func: OpOverload) -> bool:
+    """CompositeImplicitAutograd without aliases: under a mode it would decompose with other dispatch keys.
+
+    View ops are left out: under forced keys torch refuses them as differentiable views (notes: kernels 3.4).
+    """
+    if any(a.alias_info is not None for a in (*func._schema.arguments, *func._schema.returns)):
+        return False
+    return bool(func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
+
+
+def encode(value: Any) -> Any:
+    """A non-tensor argument as JSON: numbers as they are, other things as {"x": text}."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if value - value == 0.0 else {"f": repr(value)}
+    if isinstance(value, list | tuple):
+        return [encode(v) for v in value]
+    if isinstance(value, complex | torch.dtype | torch.device | torch.layout | torch.memory_format):
+        return {"x": str(value).removeprefix("torch.")}
+    return {"x": type(value).__qualname__}

@@ -1,0 +1,44 @@
+"""Digest of a random generator's state, taken before an op that may draw from it."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+from opdrift.neutral import silent
+
+_MASK: Final = (1 << 63) - 1
+_ODD: Final = 0x9E3779B97F4A7C15
+
+
+def digest_before(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """A number that is equal for equal states of the generator that the op would use; never 0.
+
+    A CPU generator's whole state (5,056 bytes) goes through CRC-32: 2.5 us. A CUDA generator's state is
+    exactly (seed, offset), without a synchronisation.
+    """
+    generator = kwargs.get("generator")
+    if not isinstance(generator, torch.Generator):
+        generator = next((a for a in args if isinstance(a, torch.Generator)), None) or _default_for(args, kwargs)
+    return generator_digest(generator)
+
+
+def generator_digest(generator: torch.Generator) -> int:
+    """Digest of a generator's present state."""
+    if generator.device.type == "cuda":
+        return ((generator.initial_seed() * _ODD) ^ (generator.get_offset() + 1)) & _MASK or 1
+    with silent():  # `.numpy()` is four ops
+        return zlib.crc32(memoryview(generator.get_state().numpy())) + 1
+
+
+def _default_for(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Generator:
+    device = kwargs.get("device")
+    if device is None:
+        device = next((a.device for a in args if isinstance(a, torch.Tensor)), None)
+    if device is not None and torch.device(device).type == "cuda" and torch.cuda.is_initialized():
+        index = torch.device(device).index
+        return torch.cuda.default_generators[torch.cuda.current_device() if index is None else index]
+    return torch.default_generator

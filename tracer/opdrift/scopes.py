@@ -1,0 +1,276 @@
+"""Where in the model an op runs: module paths, calls, training mode.
+
+Global hooks, never hooks on a module (one hook on a submodule switches torch's fused attention off),
+and none while dynamo compiles, else the compiled code would guard on them (notes: recorder, Q4).
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import json
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+import torch.nn.modules.module as torch_modules
+from torch.nn import Module
+from torch.utils.hooks import RemovableHandle
+
+from opdrift.buffers import CALL, CALLS
+from opdrift.sources import CALL_IMPL, Sources
+
+if TYPE_CHECKING:
+    from opdrift.buffers import ThreadBuffers
+
+#: Segments that wrappers put into module paths (FSDP, fairscale, torch.compile, checkpointing).
+WRAPPERS: Final = frozenset({"_fsdp_wrapped_module", "_fpw_module", "_orig_mod", "_checkpoint_wrapped_module"})
+_INNER: Final = (*sorted(WRAPPERS), "module")
+_WRAPPER_TYPES: Final = frozenset(
+    {"FullyShardedDataParallel", "FlattenParamsWrapper", "OptimizedModule", "CheckpointWrapper", "DistributedDataParallel"}
+)
+
+
+def clean(path: str) -> str:
+    """A module or tensor path without the segments of wrappers."""
+    if "_" not in path:
+        return path
+    return ".".join(part for part in path.split(".") if part not in WRAPPERS)
+
+
+def unwrapped(module: Module) -> Module:
+    """What a chain of wrappers (FSDP, torch.compile, DDP) wraps."""
+    while type(module).__name__ in _WRAPPER_TYPES:
+        inner = next((m for name in _INNER if isinstance(m := getattr(module, name, None), Module)), None)
+        if inner is None:
+            break
+        module = inner
+    return module
+
+
+class _Known:
+    """A module's path, its number in the trace and how often it was called."""
+
+    __slots__ = ("calls", "id", "path", "ref")
+
+    def __init__(self, ident: int, path: str, ref: weakref.ref[Module]) -> None:
+        self.id = ident
+        self.path = path
+        self.ref = ref
+        self.calls = 0
+
+
+class Scopes:
+    """Module calls of one recorder, by global forward hooks.
+
+    Args:
+        thread: The buffers of the current thread.
+        sources: Where module calls come from.
+        write_name: Interns a text.
+        flush: Empties a full buffer.
+        failed: Notes a failure of the tracer itself.
+        on_root: Called at a call outside every other: (thread, module, args, kwargs).
+        on_root_done: Called when it returned: (thread, module, call id, output).
+    """
+
+    def __init__(
+        self,
+        thread: Callable[[], ThreadBuffers],
+        sources: Sources,
+        *,
+        write_name: Callable[[str, int, str], None],
+        flush: Callable[[ThreadBuffers], None],
+        failed: Callable[[str, BaseException], None],
+        on_root: Callable[[ThreadBuffers, Module, tuple[Any, ...], Mapping[str, Any]], None],
+        on_root_done: Callable[[ThreadBuffers, Module, int, Any], None],
+    ) -> None:
+        self._thread = thread
+        self._sources = sources
+        self._write_name = write_name
+        self._flush = flush
+        self._failed = failed
+        self._on_root = on_root
+        self._on_root_done = on_root_done
+        self._known: dict[int, _Known] = {}
+        self._paths: dict[tuple[str, str], int] = {}
+        self._roots: dict[str, int] = {}
+        self._call_ids = itertools.count(1)
+        self._handles: list[RemovableHandle] = []
+        self._numbers: dict[str, int] = {}
+
+    # ---- life ----------------------------------------------------------------------------------------
+
+    def on(self) -> None:
+        """Install the hooks."""
+        if not self._handles:
+            self._handles = [
+                torch_modules.register_module_forward_pre_hook(self.enter),
+                # always_call: an exception in a child must not leave the stack unbalanced
+                torch_modules.register_module_forward_hook(self.leave, always_call=True),
+            ]
+
+    def off(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    # ---- names ---------------------------------------------------------------------------------------
+
+    def add(self, model: Module, prefix: str = "") -> None:
+        """Name a module and all below it; wrappers share the path of what they wrap."""
+        named = [(clean(".".join(part for part in (prefix, name) if part)), module) for name, module in model.named_modules()]
+        # the innermost module of a path gives it its type: it comes last
+        kinds = {path: type(module).__name__ for path, module in named}
+        for path, module in named:
+            if self.path_of(module) is None:
+                self._learn(module, path, kinds[path])
+
+    def _learn(self, module: Module, path: str, kind: str) -> _Known:
+        ident = id(module)
+        known = _Known(self._path_id(path, kind), path, weakref.ref(module, lambda _: self._known.pop(ident, None)))
+        self._known[ident] = known
+        return known
+
+    def _path_id(self, path: str, kind: str) -> int:
+        found = self._paths.get((path, kind))
+        if found is None:
+            found = self._paths[path, kind] = len(self._paths) + 1
+            self._write_name("path", found, json.dumps({"path": path, "type": kind}))
+        return found
+
+    def path_of(self, module: Module) -> str | None:
+        """The path of a known module."""
+        known = self._known.get(id(module))
+        return known.path if known is not None and known.ref() is module else None
+
+    def discover(self, module: Module) -> str:
+        """Name a root module that nobody announced: the first is "", later ones have their type's name."""
+        inner = unwrapped(module)
+        path = self.path_of(inner)
+        if path is not None:  # a wrapper around a known model: torch.compile, FSDP
+            self._learn(module, path, type(inner).__name__)
+            return path
+        prefix = ""
+        if self._roots or self._known:
+            name = type(module).__name__
+            number = self._roots.get(name, 0)
+            prefix = name if not number else f"{name}#{number}"
+            self._roots[name] = number + 1
+        else:
+            self._roots[""] = 1
+        self.add(module, prefix)
+        return prefix
+
+    # ---- hooks ---------------------------------------------------------------------------------------
+
+    def enter(self, module: Module, args: tuple[Any, ...]) -> None:
+        """A module is about to run."""
+        t = self._thread()
+        t.stack.append((t.call, t.source, t.path))
+        t.modules += 1
+        if t.paused:
+            return
+        try:
+            known = self._known.get(id(module))
+            if known is None or known.ref() is not module:
+                known = self._meet(t, module)
+            line = self._sources.of_module_call(2, t.source)
+            if t.modules == 1:
+                self._on_root(t, module, args, _keyword_arguments())
+            elif known.path == t.path:  # what a wrapper wraps runs in the wrapper's call
+                return
+            t.call = self._open(t, known.id, known.path, module.training, line)
+            t.source, t.path = line, known.path
+        except Exception as error:
+            self._failed("module call", error)
+
+    def _meet(self, t: ThreadBuffers, module: Module) -> _Known:
+        """A module seen for the first time: a root, or one made or called in a way that hid it."""
+        if t.modules == 1:
+            self.discover(module)
+            return self._known[id(module)]
+        name = type(module).__name__
+        return self._learn(module, f"{t.path}.<{name}>" if t.path else f"<{name}>", name)
+
+    def _open(self, t: ThreadBuffers, path_id: int, path: str, training: bool, line: int) -> int:
+        call = next(self._call_ids)
+        number = self._numbers.get(path, 0)
+        self._numbers[path] = number + 1
+        row = t.call_count
+        if row == CALLS:
+            self._flush(t)
+            row = 0
+        CALL.pack_into(t.calls, row * CALL.size, call, t.call, path_id, number, line, training, t.index)
+        t.call_count = row + 1
+        return call
+
+    def leave(self, module: Module, args: tuple[Any, ...], output: Any) -> None:
+        """A module returned or raised."""
+        t = self._thread()
+        if not t.stack:
+            return
+        call = t.call
+        t.call, t.source, t.path = t.stack.pop()
+        t.modules -= 1
+        if not t.modules and not t.paused:
+            try:
+                self._on_root_done(t, module, call, output)
+            except Exception as error:
+                self._failed("module return", error)
+
+    @contextmanager
+    def scope(self, name: str) -> Iterator[None]:
+        """Ops inside run in `name`, below the present scope."""
+        t = self._thread()
+        t.stack.append((t.call, t.source, t.path))
+        path = f"{t.path}.{name}" if t.path else name
+        t.call = self._open(t, self._path_id(path, "scope"), path, training=False, line=t.source)
+        t.path = path
+        try:
+            yield
+        finally:
+            if t.stack:
+                t.call, t.source, t.path = t.stack.pop()
+
+
+def _keyword_arguments() -> Mapping[str, Any]:
+    """The keyword arguments of the module call whose pre-hook is running; global hooks do not get them."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code is not CALL_IMPL:
+        if frame.f_back is None:
+            return {}
+        frame = frame.f_back
+    found = frame.f_locals.get("kwargs")
+    return found if isinstance(found, dict) else {}
+
+
+def name_arguments(module: Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The tensors among a forward's arguments, named by its signature: `input_ids`, `cache[0].key`."""
+    inner = unwrapped(module)
+    try:
+        names = [p.name for p in inspect.signature(inner.forward).parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    except (TypeError, ValueError):
+        names = []
+    for position, value in enumerate(args):
+        yield from walk(names[position] if position < len(names) else f"args[{position}]", value)
+    for name, value in kwargs.items():
+        yield from walk(name, value)
+
+
+def walk(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """The tensors in a structure of lists, tuples, mappings and dataclass-like objects, with their paths."""
+    if isinstance(value, torch_modules.torch.Tensor):
+        yield name, value
+    elif depth < 4:
+        if isinstance(value, Mapping):
+            for key, item in value.items():
+                yield from walk(f"{name}.{key}" if isinstance(key, str) else f"{name}[{key!r}]", item, depth + 1)
+        elif isinstance(value, list | tuple):
+            for position, item in enumerate(value):
+                yield from walk(f"{name}[{position}]", item, depth + 1)
+        elif hasattr(value, "__dataclass_fields__"):
+            for field in value.__dataclass_fields__:
+                yield from walk(f"{name}.{field}", getattr(value, field, None), depth + 1)

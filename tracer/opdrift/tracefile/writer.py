@@ -1,0 +1,200 @@
+"""Write a trace: a header first, appended tables with a checksum a flush, a footer last."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+import zlib
+from collections.abc import Mapping, Sequence
+from io import RawIOBase
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.ipc as ipc
+
+from opdrift.errors import TraceExistsError, TraceNotWritableError
+from opdrift.tracefile.schema import CHECKS, FOOTER, HEADER, RANK_FOLDER, TABLES, checksum
+
+Columns = Sequence[Any]
+_UPPER_40 = np.uint64(1 << 23)
+_DROPPED = np.uint64(24)
+#: Bytes of a component, by component code (tfp1).
+_WIDTHS = np.array([4, 8, 2, 2, 1, 1, 1, 2, 2, 4, 4, 8, 8, 1])
+
+
+def claim(path: Path, *, rank: int | None, overwrite: bool) -> Path:
+    """Make the folder of a trace, and return it.
+
+    Args:
+        path: Where the user asked for the trace.
+        rank: This process's rank in a distributed run; it gets a folder of its own below `path`.
+        overwrite: Replace a trace that is there. Nothing but a trace is ever replaced.
+
+    Raises:
+        TraceExistsError: Something is there already.
+        TraceNotWritableError: The folder cannot be made.
+    """
+    folder = path if rank is None else path / RANK_FOLDER.format(rank)
+    if folder.exists() or folder.is_symlink():
+        if not _is_trace(folder):
+            raise TraceExistsError(f"{folder} exists and is no opdrift trace, so it is left alone. Choose another path.")
+        if not overwrite:
+            raise TraceExistsError(
+                f"{folder} already holds a trace, and nothing recorded is overwritten unasked."
+                " Choose another path, delete it, or pass overwrite=True (`opdrift run --overwrite`)."
+            )
+    if rank is not None and _is_trace(path):
+        raise TraceExistsError(f"{path} holds the trace of a run with one process; rank {rank} cannot be added to it. Choose another path.")
+    if rank is None and any(path.glob("rank-[0-9]*")):
+        raise TraceExistsError(f"{path} holds the traces of a distributed run. Choose another path, or delete it.")
+    try:
+        if folder.exists():
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise TraceNotWritableError(f"{folder} cannot be made: {_reason(error)}. Choose a path that you may write to.") from error
+    return folder
+
+
+def _is_trace(folder: Path) -> bool:
+    return folder.is_dir() and (folder / HEADER).is_file()
+
+
+def _reason(error: OSError) -> str:
+    return "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
+
+
+class _Checked(RawIOBase):
+    """A file that knows its length and the CRC-32 of what came since the last check."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._file = path.open("xb", buffering=0)
+        self.end = 0
+        self.crc = 0
+        self.checked = -1
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        done = 0
+        while done < len(view):
+            done += self._file.write(view[done:]) or 0
+        self.end += done
+        self.crc = zlib.crc32(view, self.crc)
+        return done
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+class TraceWriter:
+    """The open files of one trace. Not thread-safe: the recorder holds a lock around `append` and `check`."""
+
+    def __init__(self, folder: Path, header: Mapping[str, Any]) -> None:
+        """Write the header and open the tables.
+
+        Raises:
+            TraceNotWritableError: A file cannot be written.
+        """
+        self.folder = folder
+        # one thread: Arrow's pool only costs here (notes: recorder, Q7)
+        options = ipc.IpcWriteOptions(compression=pa.Codec("zstd", compression_level=1), use_threads=False)
+        try:
+            (folder / HEADER).write_text(json.dumps({**header, "crc": checksum(header)}, indent=1), encoding="utf-8")
+            self._files = {name: _Checked(folder / f"{name}.arrows") for name in TABLES}
+            self._streams = {name: ipc.new_stream(self._files[name], schema, options=options) for name, schema in TABLES.items()}
+            self._checks = (folder / CHECKS).open("xb", buffering=0)
+        except OSError as error:
+            raise TraceNotWritableError(f"{folder} cannot be written: {_reason(error)}. Choose a path that you may write to.") from error
+
+    def append(self, table: str, columns: Columns) -> None:
+        """Append rows to a table; columns in the order of its schema."""
+        schema = TABLES[table]
+        arrays = [c if isinstance(c, pa.Array) else pa.array(c, field.type) for c, field in zip(columns, schema, strict=True)]
+        self._streams[table].write_batch(pa.record_batch(arrays, schema=schema))
+
+    def check(self) -> None:
+        """Close a part: from here on a reader can tell that all tables are whole up to this point."""
+        parts = {}
+        for name, file in self._files.items():
+            if file.end != file.checked:
+                parts[name] = [file.end, file.crc]
+                file.crc, file.checked = 0, file.end
+        self._checks.write(json.dumps(parts).encode() + b"\n")
+
+    def close(self, footer: Mapping[str, Any] | None) -> None:
+        """Close every file; write the footer, unless the trace is not whole."""
+        try:
+            for stream in self._streams.values():
+                stream.close()
+            self.check()
+            if footer is not None:
+                (self.folder / FOOTER).write_text(json.dumps({**footer, "crc": checksum(footer)}, indent=1), encoding="utf-8")
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Close the files as they are: what was appended stays, and reads as incomplete."""
+        for file in self._files.values():
+            file.close()
+        self._checks.close()
+
+
+def list_column(lengths: npt.NDArray[Any], values: npt.NDArray[np.int64]) -> pa.Array:
+    """A column of lists of ids, from the length of each and all elements in a row."""
+    offsets = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
+
+
+def fingerprint_columns(rows: npt.NDArray[Any]) -> Columns:
+    """Columns of the table `tensors` from tfp1 rows of 640 bytes (`opdrift.fingerprint`)."""
+    width = _WIDTHS[rows["code"]]
+    count = rows["n"].astype(np.int64)
+    names = ("min", "max", "absmax", "sum", "ssq", "nan", "pinf", "ninf", "zero", "sub")
+    return [
+        np.ascontiguousarray(rows["value"]),
+        np.ascontiguousarray(rows["raw"]),
+        count,
+        rows["code"].astype(np.uint8),
+        *(np.ascontiguousarray(rows[name]) for name in names),
+        _sketches(rows, width, count),
+        _samples(rows, width, count),
+    ]
+
+
+def _sketches(rows: npt.NDArray[Any], width: npt.NDArray[Any], count: npt.NDArray[Any]) -> pa.Array:
+    """Doubles cut to 40 bits, rounded; none where the sample is the whole content."""
+    sketch = np.ascontiguousarray(rows["sketch"])
+    wide = width >= 4
+    bits = (sketch.view(np.uint64).reshape(len(rows), 32) + _UPPER_40) >> _DROPPED
+    cut = bits.view(np.uint8).reshape(len(rows), 32, 8)[:, :, :5].reshape(len(rows), 160)
+    packed = sketch.view(np.uint8).reshape(len(rows), 256).copy()
+    packed[wide, :160] = cut[wide]
+    return _binary(packed, np.where(count > 32, np.where(wide, 160, 256), 0))
+
+
+def _samples(rows: npt.NDArray[Any], width: npt.NDArray[Any], count: npt.NDArray[Any]) -> pa.Array:
+    """Samples packed to the width of a component."""
+    sample = np.ascontiguousarray(rows["sample"])
+    packed = np.zeros((len(rows), 256), np.uint8)
+    for one in np.unique(width):
+        mask = width == one
+        packed[mask, : 32 * one] = sample[mask].astype(f"<u{one}").view(np.uint8)
+    return _binary(packed, np.minimum(count, 32) * width)
+
+
+def _binary(packed: npt.NDArray[np.uint8], lengths: npt.NDArray[Any]) -> pa.Array:
+    """The first `lengths[i]` bytes of each row i, as a binary column."""
+    offsets = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    data = packed[np.arange(packed.shape[1]) < lengths[:, None]]
+    return pa.Array.from_buffers(pa.binary(), len(lengths), [None, pa.py_buffer(offsets), pa.py_buffer(data)])
