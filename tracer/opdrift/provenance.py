@@ -1,0 +1,372 @@
+"""Where a content came from: drawn at random, filled, copied from a leaf, computed, never written.
+
+A value is (storage, write count, part of the storage); the op that brought the storage to that count
+is its last writer. From there the walk goes back through copies, casts and concatenations, by position,
+to the first writer or the leaf. It is a loop with a memory, so long chains cost time but no stack.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final, Literal
+
+import numpy as np
+
+from opdrift.lineage_ops import COPIES, DRAWS, FILLS, QUANTISERS, REBINDING, operator, short_name
+from opdrift.placement import Place, mapped, place_of, source_of
+from opdrift.records import Op
+from opdrift.tracefile.reader import Ints, Trace
+
+Kind = Literal["drawn", "filled", "copied", "computed", "leaf", "uninitialised", "hidden"]
+
+#: Ops that one walk follows, writes of one storage that it looks back through, names that it keeps.
+FOLLOW_LIMIT: Final = 200_000
+LOOK_BACK_LIMIT: Final = 4_096
+CHAIN_LENGTH: Final = 64
+#: torch's own first seed is a random 64-bit number; people choose small ones.
+_CHOSEN_SEED: Final = 1 << 32
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """How a content came to be.
+
+    Attributes:
+        kind: "drawn" from a generator, "filled" with a constant, "copied" from a leaf, "computed" from
+            several tensors, a "leaf" (existed before recording, or came past the dispatcher, and was
+            never written), "uninitialised" memory, or "hidden": it changed with no op that wrote it.
+        op: The op that wrote it last; None if no recorded op did.
+        seq: That op's number.
+        source: That op's line in the program.
+        first_op: The op at the other end of the chain, such as `aten.uniform_.default`.
+        first_seq: That op's number.
+        chain: Names of the writers from the last to the first (at most `CHAIN_LENGTH`).
+        casts: dtypes on the way, from the value's own to the first; one if nothing was cast.
+        quantised: A rounding or quantising op is on the way.
+        partial: Ops that later overwrote a smaller part of it.
+        root: The value at the other end of the chain: the leaf, or what the first writer wrote.
+        root_name: The leaf's name, if the root is a named leaf.
+        generator: What the first writer was given as generator, if anything.
+        seeded: Of a drawn content: whether the default generator's seed at the start of the run looks
+            chosen (it is below 2**32); None where the trace does not say.
+        rng: Of a drawn content: digest of the generator's state before the draw.
+    """
+
+    kind: Kind
+    op: str | None
+    seq: int | None
+    source: str | None
+    first_op: str | None
+    first_seq: int | None
+    chain: tuple[str, ...]
+    casts: tuple[str, ...]
+    quantised: bool
+    partial: tuple[str, ...]
+    root: int
+    root_name: str | None
+    generator: str | None
+    seeded: bool | None
+    rng: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One writer: what it did, and where its content came from, if it only passed it on."""
+
+    kind: Kind
+    index: int | None
+    root: int
+    dtype: str | None
+    next: Place | None = None
+    partial: tuple[str, ...] = ()
+
+
+class Lineage:
+    """Answers where values of one trace came from; keeps what it finds, so ask one for many values."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._steps: dict[Place, _Step] = {}
+
+    def of(self, value: int) -> Provenance:
+        """How the content of a value came to be."""
+        place = place_of(self._trace, value)
+        dtype = self._trace.meta(value).dtype
+        steps: list[_Step] = []
+        seen: set[Place] = set()
+        while len(steps) < FOLLOW_LIMIT and place not in seen:
+            seen.add(place)
+            step = self._steps.get(place)
+            if step is None:
+                step = self._steps[place] = self._step(place)
+            steps.append(step)
+            if step.next is None:
+                break
+            place = step.next
+        return self._summary(value, dtype, steps)
+
+    # ---- one step back -----------------------------------------------------------------------------
+
+    def _step(self, place: Place) -> _Step:
+        kind, index, written, partial = self._last_writer(place)
+        if index is None:
+            return _Step(kind, None, self._value_at(place), None, None, partial)
+        op = self._trace.op(index)
+        target = place_of(self._trace, written)
+        dtype = self._trace.meta(written).dtype
+        name = operator(op.name)
+        kind = self._kind(op, name)
+        following: Place | None = None
+        if kind in ("copied", "computed"):
+            source = source_of(self._trace, op, written, place) if name in COPIES else None
+            if source is None and kind == "computed":
+                source = self._only_input(op, target)
+            if source is not None:
+                following = mapped(self._trace, place, written, source)
+        return _Step(kind, index, written, dtype, following, partial)
+
+    def _kind(self, op: Op, name: str) -> Kind:
+        if op.signature.op.uninitialised:
+            return "uninitialised"
+        if name in DRAWS:
+            return "drawn"
+        if name in FILLS:
+            return "filled"
+        return "copied" if name in COPIES else "computed"
+
+    def _only_input(self, op: Op, target: Place) -> int | None:
+        """The tensor that an op like `mul_(x, 0.5)` works on, if it is the only one."""
+        if not op.signature.op.pointwise and len(op.inputs) != 1:
+            return None
+        places = {place_of(self._trace, v) for v in op.inputs}
+        return op.inputs[0] if len(places) == 1 and places != {target} else None
+
+    def _last_writer(self, place: Place) -> tuple[Kind, int | None, int, tuple[str, ...]]:
+        """The op that wrote most of a place, looking back through writes of other parts of its storage.
+
+        Returns its index and the value that it wrote, and the names of later, smaller writes.
+        """
+        remaining = place.size
+        best: tuple[int, int, int] | None = None  # bytes, op, value
+        names: dict[int, str] = {}
+        write = place.write
+        for _ in range(LOOK_BACK_LIMIT):
+            index = self._writer(place.storage, write)
+            if index is not None:
+                value, covered = self._covered(index, place.at(write))
+                whole = write == self._first_write(place.storage)
+                covered = max(remaining, 0) if whole else min(covered, remaining)
+                if covered > 0:
+                    names[index] = short_name(self._trace.op(index).name)
+                    if best is None or covered > best[0]:
+                        best = covered, index, value
+                    remaining -= covered
+            elif write > 0 and self._changed_unseen(place.storage, write):
+                return "hidden", None, 0, tuple(dict.fromkeys(names.values()))
+            if remaining <= 0 or write <= 0:
+                break
+            write -= 1
+        if best is None or remaining > best[0]:
+            return "leaf", None, 0, tuple(dict.fromkeys(names.values()))
+        others = [name for index, name in names.items() if index > best[1]]
+        return "computed", best[1], best[2], tuple(dict.fromkeys(others))
+
+    def _covered(self, index: int, place: Place) -> tuple[int, int]:
+        """Which of an op's outputs covers most of a place, and how many of its bytes."""
+        found = (0, 0)
+        for value in self._trace.ops.outputs[index].tolist():
+            written = place_of(self._trace, value)
+            if (written.storage, written.write) != (place.storage, place.write):
+                continue
+            covered = place.overlap(written)
+            if covered > found[1]:
+                found = value, covered
+        return found
+
+    def _changed_unseen(self, storage: int, write: int) -> bool:
+        """Whether a storage's content at a write count without a writer is another than before it.
+
+        The recorder counts on when a leaf may have changed behind the dispatcher's back; the
+        fingerprints tell whether it did.
+        """
+        before, after = (self._contents(storage, w) for w in (write - 1, write))
+        return any(before[layout] != key for layout, key in after.items() if layout in before)
+
+    def _contents(self, storage: int, write: int) -> dict[tuple[int, int], tuple[int, int, int]]:
+        """(offset, layout) -> fingerprint key of the values of a storage at a write count."""
+        values = self._trace.values
+        found = {}
+        for value in self._values_of(storage, write):
+            fingerprint = self._trace.fingerprint(value)
+            if fingerprint is not None:
+                layout = int(values.offset[value]), int(values.meta[value])
+                found[layout] = fingerprint.key
+        return found
+
+    def _value_at(self, place: Place) -> int:
+        """The first value that was seen of a storage at its oldest write count, for a leaf."""
+        found = self._values_of(place.storage, self._first_write(place.storage))
+        return found[0] if found else 0
+
+    # ---- indexes ---------------------------------------------------------------------------------
+
+    @cached_property
+    def _keys(self) -> Ints:
+        """(storage, write count) of each value as one number."""
+        values = self._trace.values
+        return values.storage << 32 | values.write
+
+    @cached_property
+    def _by_key(self) -> tuple[Ints, Ints]:
+        """Value ids in the order of their keys, and the keys."""
+        order = np.argsort(self._keys, kind="stable")
+        return order, self._keys[order]
+
+    def _values_of(self, storage: int, write: int) -> list[int]:
+        order, keys = self._by_key
+        key = storage << 32 | write
+        start, end = np.searchsorted(keys, [key, key + 1])
+        return [int(v) for v in order[start:end] if v > 0]
+
+    def _first_write(self, storage: int) -> int:
+        order, keys = self._by_key
+        start = int(np.searchsorted(keys, storage << 32))
+        return int(self._trace.values.write[order[start]])
+
+    @cached_property
+    def _writers(self) -> tuple[Ints, Ints]:
+        """Sorted keys that an op wrote, and the first op that did.
+
+        An op whose input already has the key returned an alias of it (a view) and wrote nothing.
+        """
+        ops = self._trace.ops
+        writes = np.ones(len(ops), np.bool_)
+        for signature in np.unique(ops.signature).tolist():
+            if operator(self._trace.op_info(signature).name) in REBINDING:
+                writes[ops.signature == signature] = False
+        rows, keys = ops.outputs.rows(), self._keys[ops.outputs.values]
+        known, ids = np.unique(
+            np.concatenate([keys, self._keys[ops.inputs.values]]), return_inverse=True
+        )
+        size = max(len(known), 1)
+        output_pairs = rows * size + ids[: len(keys)]
+        input_pairs = ops.inputs.rows() * size + ids[len(keys) :]
+        written = writes[rows] & ~np.isin(output_pairs, input_pairs)
+        found, first = np.unique(keys[written], return_index=True)
+        return found, rows[written][first]
+
+    def _writer(self, storage: int, write: int) -> int | None:
+        keys, ops = self._writers
+        key = storage << 32 | write
+        at = int(np.searchsorted(keys, key))
+        return int(ops[at]) if at < len(keys) and keys[at] == key else None
+
+    @cached_property
+    def _leaf_names(self) -> dict[int, str]:
+        """Storage -> name of the leaf that it held at its first write count."""
+        found: dict[int, str] = {}
+        storage = self._trace.values.storage
+        for leaf in self._trace.leaves:
+            if leaf.name and leaf.kind in ("parameter", "buffer", "input", "constant"):
+                found.setdefault(int(storage[leaf.value]), leaf.name)
+        return found
+
+    def _leaf_name(self, value: int) -> str | None:
+        return self._leaf_names.get(int(self._trace.values.storage[value]))
+
+    # ---- the answer --------------------------------------------------------------------------------
+
+    def _summary(self, value: int, dtype: str, steps: list[_Step]) -> Provenance:
+        indices = [step.index for step in steps if step.index is not None]
+        last = self._trace.op(indices[0]) if indices else None
+        first = self._trace.op(indices[-1]) if indices else None
+        names = [self._trace.op(i).name for i in _ends(indices)]
+        kind = self._final_kind(steps)
+        drawn = first if kind == "drawn" else None
+        root = steps[-1].root or value
+        return Provenance(
+            kind=kind,
+            op=last.name if last else None,
+            seq=last.seq if last else None,
+            source=str(last.source) if last and last.source else None,
+            first_op=first.name if first else None,
+            first_seq=first.seq if first else None,
+            chain=tuple(names),
+            casts=self._casts(dtype, steps, root),
+            quantised=any(operator(name) in QUANTISERS for name in names),
+            partial=tuple(dict.fromkeys(name for step in steps for name in step.partial)),
+            root=root,
+            root_name=self._leaf_name(root) if steps[-1].kind == "leaf" else None,
+            generator=_generator(drawn),
+            seeded=None if drawn is None else self._seeded(drawn),
+            rng=drawn.rng if drawn else 0,
+        )
+
+    def _final_kind(self, steps: list[_Step]) -> Kind:
+        """What the end of the chain says: a copy of a draw is drawn, a scaled leaf is computed."""
+        end = steps[-1].kind
+        if end != "leaf" or len(steps) == 1:
+            return end
+        return "computed" if any(step.kind == "computed" for step in steps) else "copied"
+
+    def _casts(self, dtype: str, steps: list[_Step], root: int) -> tuple[str, ...]:
+        seen = [dtype, *(step.dtype for step in steps if step.dtype), self._trace.meta(root).dtype]
+        return tuple(
+            name for i, name in enumerate(seen) if name and (i == 0 or name != seen[i - 1])
+        )
+
+    def _seeded(self, op: Op) -> bool | None:
+        """Whether the default generator of the draw's device began with a seed that someone chose."""
+        device = self._trace.meta(op.outputs[0]).device if op.outputs else "cpu"
+        text = self._trace.header.flags.get(f"seed.{device}")
+        if not isinstance(text, str) or not text.startswith("seed "):
+            return None
+        return int(text[5:].split(",")[0]) < _CHOSEN_SEED
+
+
+def provenance(trace: Trace, value: int) -> Provenance:
+    """How the content of one value came to be; for many values of a trace keep one `Lineage`."""
+    return Lineage(trace).of(value)
+
+
+def summarise(found: Iterable[Provenance]) -> str:
+    """Count how contents came to be: `37 last written by aten.uniform_, 2 by aten.normal_, none by a copy`."""
+    written: Counter[str] = Counter()
+    other: Counter[str] = Counter()
+    copies = 0
+    for one in found:
+        if one.kind == "copied":
+            copies += 1
+        elif one.kind in _UNWRITTEN:
+            other[_UNWRITTEN[one.kind]] += 1
+        elif one.kind == "computed":
+            other[f"computed by {short_name(one.op or 'an op')}"] += 1
+        else:
+            written[short_name(one.first_op or one.kind)] += 1
+    counted = [(count, f"by {name}") for name, count in written.most_common()]
+    counted.append((copies, "by a copy"))
+    parts = [f"{count or 'none'} {what}" for count, what in counted]
+    parts[0] = parts[0].replace(" by", " last written by", 1)
+    return ", ".join([*parts, *(f"{count} {what}" for what, count in other.most_common())])
+
+
+_UNWRITTEN: Final[dict[str, str]] = {
+    "leaf": "not written in this run",
+    "hidden": "changed with no op that wrote it",
+    "uninitialised": "never written at all",
+}
+
+
+def _ends(indices: list[int]) -> list[int]:
+    """A chain cut to its newest writers and the first one."""
+    if len(indices) <= CHAIN_LENGTH:
+        return indices
+    return [*indices[: CHAIN_LENGTH - 1], indices[-1]]
+
+
+def _generator(op: Op | None) -> str | None:
+    given = dict(op.signature.arguments).get("generator") if op else None
+    return None if given is None else str(given)
