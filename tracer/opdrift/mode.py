@@ -100,6 +100,7 @@ class RecordingMode(TorchDispatchMode):
         self._flush = flush
         self._failed = failed
         self._plans: dict[int, Plan] = {}
+        self._plain: frozenset[type] = PLAIN
         self._signatures: dict[tuple[Any, ...], int] = {}
         self._signature_ids = itertools.count(1)
         self._seq = itertools.count(1)
@@ -118,7 +119,7 @@ class RecordingMode(TorchDispatchMode):
         plan = self._plans.get(id(func))
         if plan is None:
             plan = self._plan(func)
-        if types and not PLAIN.issuperset(types):
+        if types and not self._plain.issuperset(types) and not self._all_plain(types):
             return self._subclass(plan, types, args, kwargs or _NO_ARGUMENTS)
         t = self._me
         if get_ident() != t.ident:
@@ -133,9 +134,13 @@ class RecordingMode(TorchDispatchMode):
             for a in args:
                 kind = type(a)
                 if kind is Tensor or kind is Parameter:
-                    storage = a.untyped_storage()
-                    state = getattr(storage, attribute, None)
-                    entry = state and state.values.get((a.shape, a.stride(), a.storage_offset(), a.dtype))
+                    try:
+                        storage = a.untyped_storage()
+                        state = getattr(storage, attribute, None)
+                        entry = state and state.values.get((a.shape, a.stride(), a.storage_offset(), a.dtype))
+                    except (RuntimeError, NotImplementedError):  # sparse, mkldnn, nested
+                        flags |= self._other(t, a, None, key, inputs)
+                        continue
                     if entry is None:
                         entry = values.adopt(t, a)
                         state = getattr(storage, attribute)
@@ -274,7 +279,7 @@ class RecordingMode(TorchDispatchMode):
 
     # ---- arguments -----------------------------------------------------------------------------------
 
-    def _other(self, t: ThreadBuffers, a: Any, kind: type, key: list[Any], inputs: list[int]) -> int:
+    def _other(self, t: ThreadBuffers, a: Any, kind: type | None, key: list[Any], inputs: list[int]) -> int:
         """An argument that is no plain positional tensor, int or None; returns flags.
 
         As keys 1 == 1.0 == True and 0.0 == -0.0 and nan != nan, so floats go in as hex, bools tagged.
@@ -300,7 +305,7 @@ class RecordingMode(TorchDispatchMode):
             key.append("t")
             flags |= self._tensor(t, a, key, inputs)
         else:
-            key.append(kind.__qualname__)  # generator, SymInt, script object, graph of a higher-order op
+            key.append(type(a).__qualname__)  # generator, SymInt, script object, graph of a higher-order op
         return flags
 
     def _tensor(self, t: ThreadBuffers, a: Tensor, key: list[Any], inputs: list[int]) -> int:
@@ -333,6 +338,8 @@ class RecordingMode(TorchDispatchMode):
     def _outputs(self, t: ThreadBuffers, plan: Plan, out: Any, outputs: list[int]) -> None:
         for item in out:
             if isinstance(item, Tensor):
+                if type(item).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+                    continue  # made by an inner mode (FakeTensor): its memory, if any, is not ours to read
                 try:
                     self._values.output(t, item, outputs, quiet=plan.quiet, fresh=plan.fresh)
                 except (RuntimeError, NotImplementedError):
@@ -371,6 +378,13 @@ class RecordingMode(TorchDispatchMode):
         readable = "reduce_scatter" not in plan.name and plan.waits
         self._values.written(t, tensors, outputs, in_flight=InFlight(work, readable=readable))
         return PENDING | UNFINGERPRINTED
+
+    def _all_plain(self, types: Sequence[type]) -> bool:
+        """Whether no type handles dispatch itself: a bare subclass made inside a mode is listed too."""
+        if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):  # type: ignore[attr-defined]
+            return False
+        self._plain = self._plain.union(types)
+        return True
 
     def _subclass(self, plan: Plan, types: Sequence[type], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Wrapper subclasses run themselves, and their inner ops come back here as plain ones."""
@@ -411,7 +425,7 @@ def parts(tensor: Tensor) -> list[Tensor]:
     """The plain tensors that hold a sparse or nested tensor's content; none for opaque layouts (mkldnn)."""
     with silent(), torch.no_grad():
         if tensor.is_nested:
-            return [tensor.values() if tensor.layout is torch.jagged else torch._nested_get_values(tensor)] if hasattr(torch, "_nested_get_values") or tensor.layout is torch.jagged else []
+            return list(tensor.unbind())
         if tensor.layout is torch.sparse_coo:
             return [tensor._indices(), tensor._values()]
         if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

@@ -108,7 +108,10 @@ class Plan:
         self.collective = space == "c10d"
         self.waits = self.collective and schema.name not in NEVER_WAIT
         self.async_index = next((i for i, a in enumerate(schema.arguments) if a.name == "async_op"), None)
-        self.lists_written = any(a.alias_info is not None and a.alias_info.is_write and "Tensor" in str(a.type) and "List" in str(a.type) for a in schema.arguments)
+        # the fused optimisers and loss scaling bump no version counter without a mode either (measured, torch 2.13)
+        self.lists_written = not base.startswith(("_fused_", "_amp_")) and any(
+            a.alias_info is not None and a.alias_info.is_write and "Tensor" in str(a.type) and "List" in str(a.type) for a in schema.arguments
+        )
         self.composite = _is_composite(func)
         self.scalar = bool(schema.returns) and all(str(r.type) in ("number", "Scalar", "bool", "int", "float") for r in schema.returns)
 
