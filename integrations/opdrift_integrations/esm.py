@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import ref
 
-import esm
 import torch
 from torch import nn
 
@@ -47,6 +46,9 @@ class EsmIntegration:
     @contextlib.contextmanager
     def attach(self, recorder: RecorderLike) -> Iterator[None]:
         """Watch the functions that build ESM models, and `load_state_dict`."""
+        # Not above: recorders load this class to learn its library, installed or not.
+        import esm  # noqa: PLC0415
+
         watcher = _Watcher(recorder)
         # Another library is called esm too (EvolutionaryScale's); it has none of these functions.
         pretrained = getattr(esm, "pretrained", None)

@@ -46,7 +46,10 @@ class RecorderLike(Protocol):
 
 @runtime_checkable
 class Integration(Protocol):
-    """Makes what a library does visible in the trace."""
+    """Makes what a library does visible in the trace.
+
+    The class is loaded to read `library`, whether the library is installed or not: it imports it in `attach`.
+    """
 
     name: str
     #: The module that the program must have imported for `integrations="auto"` to attach this.
@@ -54,6 +57,18 @@ class Integration(Protocol):
 
     def attach(self, recorder: RecorderLike) -> AbstractContextManager[None]:
         """Return a context manager that attaches, and undoes everything at exit, also after an error."""
+        ...
+
+
+@runtime_checkable
+class OwnsParameters(Protocol):
+    """An integration whose library holds tensors in place of a model's own parameters (shards, flat ones).
+
+    It names the parameters itself when they are put together, and the recorder leaves the stand-ins nameless.
+    """
+
+    def owns(self, tensor: Any) -> bool:
+        """Whether `tensor`, found among a model's parameters, is a stand-in."""
         ...
 
 

@@ -28,7 +28,7 @@ from opdrift.fingerprint.engine import load_engine
 from opdrift.imports import watch_imports
 from opdrift.mode import RecordingMode, parts
 from opdrift.neutral import around_compilation, dispatch_keys, silent
-from opdrift.plugins import Integration, installed_integrations
+from opdrift.plugins import Integration, OwnsParameters, installed_integrations
 from opdrift.records import TRACE_SCHEMA, Batch
 from opdrift.scopes import Scopes, clean, name_arguments, walk
 from opdrift.sources import Sources
@@ -140,6 +140,7 @@ class Recorder:
         self._lock = threading.Lock()
         self._pid = 0
         self._finals: list[tuple[str, str, torch.nn.Module]] = []
+        self._owners: list[OwnsParameters] = []
 
     # ---- life cycle ------------------------------------------------------------------------------------
 
@@ -194,12 +195,6 @@ class Recorder:
         return self
 
     def _open(self) -> None:
-        with silent():
-            for prefix, model in self._models.items():
-                self._scopes.add(model, prefix)
-                self._guarded("model", lambda m=model, p=prefix: self._name_model(m, p))
-            for name, tensor in self._inputs.items():
-                self._guarded("inputs", lambda n=name, x=tensor: self._name(x, n, "input", "entry"))
         wanted = {"torch._dynamo.callback": self._dynamo_loaded}
         if self._integrations is None:
             points = installed_integrations()
@@ -214,6 +209,12 @@ class Recorder:
                 if integration is not None:
                     self._attach(integration)
         self._look_for_imports = self._stack.enter_context(watch_imports(wanted))
+        with silent():  # after the integrations: some own parameters
+            for prefix, model in self._models.items():
+                self._scopes.add(model, prefix)
+                self._guarded("model", lambda m=model, p=prefix: self._name_model(m, p))
+            for name, tensor in self._inputs.items():
+                self._guarded("inputs", lambda n=name, x=tensor: self._name(x, n, "input", "entry"))
         self._scopes.on()
         self._stack.callback(self._scopes.off)
         self._stop = threading.Event()
@@ -227,9 +228,9 @@ class Recorder:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._state != "open":
             return
-        self._state = "closed"
         self._mode.__exit__(kind, error, trace)
-        self._guarded("closing", self._stack.close)
+        self._guarded("closing", self._stack.close)  # integrations may still write marks as they leave
+        self._state = "closed"
         self._stop.set()
         if os.getpid() != self._pid:  # a child that was forked inside the `with`: the files are the parent's
             return
@@ -331,6 +332,8 @@ class Recorder:
         counts = [0, 0]
         for index, (kind, tensors) in enumerate((("parameter", model.named_parameters), ("buffer", model.named_buffers))):
             for path, tensor in tensors(remove_duplicate=False):
+                if any(integration.owns(tensor) for integration in self._owners):
+                    continue
                 self._name(tensor, clean(f"{prefix}.{path}" if prefix else path), kind, "entry")
                 counts[index] += 1
         fields = {
@@ -404,6 +407,8 @@ class Recorder:
     def _attach(self, integration: Integration) -> None:
         try:
             self._stack.enter_context(integration.attach(self))
+            if isinstance(integration, OwnsParameters):
+                self._owners.append(integration)
         except Exception as error:
             self._failed(f"integration {integration.name}", error)
 

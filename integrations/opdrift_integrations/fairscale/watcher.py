@@ -1,4 +1,4 @@
-"""Attach to fairscale FSDP and write down what it does to parameters and buffers.
+"""Write down what fairscale FSDP does to parameters and buffers.
 
 fairscale moves weights in ways that no dispatched op shows: it resizes storages to zero and back,
 and points `parameter.data` elsewhere. So its methods are watched (fairscale 0.4.13,
@@ -47,32 +47,6 @@ _log = logging.getLogger(__name__)
 Observation = Generator[None, Any, None]
 
 
-class FairscaleIntegration:
-    """Marks for `fairscale.nn.data_parallel.FullyShardedDataParallel`, and names through its flat parameters."""
-
-    name = "fairscale"
-    library = "fairscale"
-
-    @contextlib.contextmanager
-    def attach(self, recorder: RecorderLike) -> Iterator[None]:
-        """Watch every FSDP unit that this thread uses inside the block."""
-        watcher = _Watcher(recorder)
-        unit = fsdp.FullyShardedDataParallel
-        points = (
-            (unit, "_rebuild_full_params", watcher.rebuild),
-            (unit, "_cast_fp32_param_shards_to_fp16", watcher.load),
-            (unit, "_use_fp32_param_shard", watcher.drop),
-            (unit, "_cast_buffers", watcher.cast_buffers),
-            (fsdp, "cast_floats_to_right_precision", watcher.cast_inputs),
-            (fsdp, "free_storage_", watcher.free),
-            (FlattenParamsWrapper, "_unflatten_params_as_views", watcher.make_views),
-        )
-        with contextlib.ExitStack() as stack:
-            for owner, name, observer in points:
-                stack.enter_context(watch(owner, name, observer, watcher.failed))
-            yield
-
-
 @dataclass(slots=True)
 class _Unit:
     """What is known of one FSDP unit."""
@@ -88,7 +62,7 @@ class _Unit:
     counts: dict[str, int] = field(default_factory=dict)
 
 
-class _Watcher:
+class Watcher:
     """The observers of one recorder."""
 
     def __init__(self, recorder: RecorderLike) -> None:
@@ -100,6 +74,24 @@ class _Watcher:
         self._storages: dict[int, tuple[str | None, str]] = {}
         self._casting_buffers = False
         self._failures: set[str] = set()
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Observe fairscale inside the block."""
+        unit = fsdp.FullyShardedDataParallel
+        points = (
+            (unit, "_rebuild_full_params", self.rebuild),
+            (unit, "_cast_fp32_param_shards_to_fp16", self.load),
+            (unit, "_use_fp32_param_shard", self.drop),
+            (unit, "_cast_buffers", self.cast_buffers),
+            (fsdp, "cast_floats_to_right_precision", self.cast_inputs),
+            (fsdp, "free_storage_", self.free),
+            (FlattenParamsWrapper, "_unflatten_params_as_views", self.make_views),
+        )
+        with contextlib.ExitStack() as stack:
+            for owner, name, observer in points:
+                stack.enter_context(watch(owner, name, observer, self.failed))
+            yield
 
     def failed(self, error: Exception) -> None:
         """Say once per kind of failure that something could not be observed."""
@@ -164,7 +156,7 @@ class _Watcher:
             self._mark(
                 "buffer-cast",
                 self._recorder.clean_path(unit),
-                _phase(unit),
+                None,
                 name=None if path is None else join(path, name),
                 source=as_field(source),
                 destination=as_field(destination),
