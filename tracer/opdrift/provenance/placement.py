@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Final
 
-from opdrift.lineage_ops import CONCATENATIONS, GATHERS, SOURCE_POSITION, operator
+from opdrift.provenance.ops import CONCATENATIONS, GATHERS, SOURCE_POSITION, operator
 from opdrift.records import Op, TensorMeta
 from opdrift.tracefile.reader import Trace
 

@@ -15,8 +15,8 @@ from typing import Final, Literal
 
 import numpy as np
 
-from opdrift.lineage_ops import COPIES, DRAWS, FILLS, QUANTISERS, REBINDING, operator, short_name
-from opdrift.placement import Place, mapped, place_of, source_of
+from opdrift.provenance.ops import COPIES, DRAWS, FILLS, QUANTISERS, REBINDING, operator, short_name
+from opdrift.provenance.placement import Place, mapped, place_of, source_of
 from opdrift.records import Op
 from opdrift.tracefile.reader import Ints, Trace
 

@@ -1,0 +1,361 @@
+"""Recognise attention that ran as several ops: torch's math path, and what models write out themselves.
+
+The math path is anchored at `_safe_softmax`, which nothing else in torch calls; hand-written attention at
+a softmax between two products. From there the makers lead back to query, key and mask, the users forward
+to value and output. Only value ids are needed (notes: kernels, 3.3: 1500 of 1500 random calls).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import dataclass, field
+from typing import Final
+
+from opdrift.picks.values import Flow
+from opdrift.tracefile.reader import Trace
+
+_ALONG: Final = frozenset(
+    ("view", "_unsafe_view", "expand", "clone", "reshape", "alias", "detach", "unflatten", "_reshape_alias", "contiguous", "squeeze")
+)  # fmt: skip
+_CAST: Final = frozenset(("_to_copy", "to"))
+_PRODUCT: Final = frozenset(("bmm", "mm", "matmul", "baddbmm"))
+_TURN: Final = frozenset(("transpose", "permute", "t", "mT"))
+_SCALE: Final = frozenset(("mul", "div", "true_divide"))
+_MASK: Final = frozenset(("add", "masked_fill", "where", "sub"))
+_SOFTMAX: Final = ("_softmax", "softmax")
+_HALF: Final = ("float16", "bfloat16")
+#: No chain of views, casts, masks or scalings around a softmax is longer.
+_DEEPEST: Final = 32
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRegion:
+    """Ops that compute one attention call, and the values at their boundary.
+
+    Attributes:
+        ops: Indices, in order; not always consecutive.
+        query: Value id, as the backends take it where that can be told (before scaling and transposing).
+        key: Likewise.
+        value: Likewise.
+        mask: What was added to the scores or filled them; None for none, and for torch's causal mask.
+        output: The result.
+        backend: "MATH" for torch's own decomposition, None for attention written by hand.
+        name: "math path" or "eager attention".
+        causal: torch made the mask from `is_causal`.
+        dropout: Its probability, 0 if there is none.
+        grouped: Keys were repeated over heads.
+    """
+
+    ops: tuple[int, ...]
+    query: int
+    key: int
+    value: int
+    mask: int | None
+    output: int
+    backend: str | None
+    name: str
+    causal: bool = False
+    dropout: float = 0.0
+    grouped: bool = False
+
+
+def attention_regions(trace: Trace) -> list[AttentionRegion]:
+    """All attention calls of a trace that ran as several ops, in order."""
+    flow = Flow(trace)
+    found = [_around(flow, i, torch_made=True) for i in flow.indices("_safe_softmax")]
+    found += [_around(flow, i, torch_made=False) for i in flow.indices(*_SOFTMAX)]
+    return sorted((r for r in found if r is not None), key=lambda r: r.ops)
+
+
+@dataclass(slots=True)
+class _Region:
+    """What is known of a region while it is walked."""
+
+    flow: Flow
+    members: list[int]
+    mask: int | None = None
+    causal: bool = False
+    dropout: float = 0.0
+    grouped: bool = False
+    boundary: list[int] = field(default_factory=list)
+
+    def back(self, value: int, names: Container[str]) -> int:
+        """Follow a value to its makers while they are named in `names`."""
+        for _ in range(_DEEPEST):
+            index = self.flow.maker(value)
+            if index is None or self.flow.name(index) not in names:
+                break
+            inputs = self.flow.inputs(index)
+            if not inputs:
+                break
+            self.members.append(index)
+            value = inputs[0]
+        return value
+
+    def uncast(self, value: int) -> int:
+        """Undo a cast from or to half precision."""
+        index = self.flow.maker(value)
+        if index is None or self.flow.name(index) not in _CAST or not self.flow.inputs(index):
+            return value
+        source = self.flow.inputs(index)[0]
+        if not {self.flow.meta(v).dtype for v in (value, source)} & set(_HALF):
+            return value
+        self.members.append(index)
+        return source
+
+    def unrepeat(self, value: int) -> int:
+        """Undo the repetition of keys over heads: unsqueeze, expand, clone, view."""
+        kept = len(self.members)
+        source = self.back(value, _ALONG)
+        index = self.flow.maker(source)
+        trail = self.members[kept:]
+        repeated = any(self.flow.name(i) == "expand" for i in trail)
+        if index is not None and repeated and self.flow.name(index) == "unsqueeze":
+            self.members.append(index)
+            self.grouped = True
+            return self.flow.inputs(index)[0]
+        del self.members[kept:]
+        return value
+
+    def finished(
+        self, query: int, key: int, value: int, output: int, backend: str | None
+    ) -> AttentionRegion:
+        return AttentionRegion(
+            ops=self._with_aliases({query, key, value, output}),
+            query=query,
+            key=key,
+            value=value,
+            mask=self.mask,
+            output=output,
+            backend=backend,
+            name="math path" if backend else "eager attention",
+            causal=self.causal,
+            dropout=self.dropout,
+            grouped=self.grouped,
+        )
+
+    def _with_aliases(self, boundary: set[int]) -> tuple[int, ...]:
+        """The members, and the views among them that returned the value they were given."""
+        members = set(self.members)
+        values = boundary.union(*(self.flow.outputs(i) for i in members))
+        first, last = min(members), max(members)
+        for value in values:
+            members |= {
+                index
+                for index in self.flow.users(value)
+                if first < index < last
+                and self.flow.name(index) in _ALONG
+                and self.flow.outputs(index) == [value]
+            }
+        return tuple(sorted(members))
+
+
+def _around(flow: Flow, anchor: int, *, torch_made: bool) -> AttentionRegion | None:
+    region = _Region(flow, [anchor])
+    scores = flow.inputs(anchor)[0]
+    product = _torch_scores(region, scores) if torch_made else _own_scores(region, scores)
+    if product is None:
+        return None
+    region.members.append(product)
+    operands = flow.inputs(product)[-2:]
+    sides = _torch_sides(region, operands) if torch_made else _own_sides(region, operands)
+    if sides is None:
+        return None
+    if torch_made and region.mask is not None:
+        _torch_mask(region, region.mask)
+    forward = _forward(region, anchor, torch_made=torch_made)
+    if forward is None:
+        return None
+    value, output = forward
+    return region.finished(*sides, value, output, "MATH" if torch_made else None)
+
+
+# ---- back from the softmax, torch's form ---------------------------------------------------------------
+
+
+def _torch_scores(region: _Region, value: int) -> int | None:
+    """The product that made the scores; takes the mask on the way."""
+    flow = region.flow
+    value = region.back(value, _ALONG)
+    index = flow.maker(value)
+    if index is not None and flow.name(index) == "add" and len(flow.inputs(index)) == 2:
+        region.members.append(index)
+        region.mask = flow.inputs(index)[1]
+        index = flow.maker(region.back(flow.inputs(index)[0], _ALONG))
+    return index if index is not None and flow.name(index) in _PRODUCT else None
+
+
+def _torch_mask(region: _Region, mask: int) -> None:
+    """Undo what torch makes of bool masks and of is_causal: where(mask, 0, -inf), of a tril of ones."""
+    flow = region.flow
+    index = flow.maker(mask)
+    if index is None or flow.name(index) != "where":
+        return
+    # torch scales the query before it makes a causal mask, and after it converted a given one
+    scaled = min(region.members)
+    region.members.append(index)
+    inputs = flow.inputs(index)
+    for value in inputs[1:]:
+        maker = flow.maker(value)
+        if maker is not None and flow.name(maker) == "scalar_tensor":
+            region.members.append(maker)
+    region.mask = inputs[0]
+    inner = flow.maker(inputs[0])
+    if inner is None or flow.name(inner) != "tril" or inner < scaled:
+        return
+    region.causal, region.mask = True, None
+    region.members.append(inner)
+    ones = flow.maker(flow.inputs(inner)[0])
+    if ones is not None and flow.name(ones) == "ones":
+        region.members.append(ones)
+
+
+def _torch_sides(region: _Region, operands: list[int]) -> tuple[int, int] | None:
+    """Query and key: both sides were scaled, the key was transposed, both may have been cast."""
+    flow = region.flow
+    scaled = []
+    for operand in operands:
+        index = flow.maker(region.back(operand, _ALONG))
+        if index is None or flow.name(index) != "mul":
+            return None
+        region.members.append(index)
+        scaled.append(flow.inputs(index)[0])
+    query = region.uncast(scaled[0])
+    index = flow.maker(scaled[1])
+    if index is None or flow.name(index) not in _TURN:
+        return None
+    region.members.append(index)
+    return query, region.uncast(region.unrepeat(flow.inputs(index)[0]))
+
+
+# ---- back from the softmax, as models write it ---------------------------------------------------------
+
+
+def _own_scores(region: _Region, value: int) -> int | None:
+    """The product that made the scores; passes masks, scalings and casts in any order."""
+    flow = region.flow
+    for _ in range(_DEEPEST):
+        value = region.back(value, _ALONG | _CAST)
+        index = flow.maker(value)
+        if index is None:
+            return None
+        name, inputs = flow.name(index), flow.inputs(index)
+        if name in _PRODUCT:
+            if name == "baddbmm" and flow.arguments(index).get("beta", 1) != 0:
+                region.mask = inputs[0]
+            return index
+        if name in _SCALE and _scales(flow, inputs):
+            region.members.append(index)
+            value = inputs[0]
+        elif name in _MASK and inputs:
+            region.members.append(index)
+            value = _masked(region, name, inputs)
+        else:
+            return None
+    return None
+
+
+def _scales(flow: Flow, inputs: list[int]) -> bool:
+    """Whether an op multiplies by a number, or by a tensor of one element."""
+    return len(inputs) == 1 or not flow.meta(inputs[1]).shape
+
+
+def _masked(region: _Region, name: str, inputs: list[int]) -> int:
+    """The scores that a masking op worked on; keeps the mask."""
+    if name == "where":
+        region.mask = inputs[0]
+        return max(inputs[1:] or inputs, key=lambda v: len(region.flow.meta(v).shape))
+    if len(inputs) > 1:
+        region.mask = inputs[1]
+    return inputs[0]
+
+
+def _own_sides(region: _Region, operands: list[int]) -> tuple[int, int]:
+    """Query and key before the products' reshapes; the key before its last two dims were turned."""
+    query = region.back(operands[0], _ALONG)
+    key = region.back(operands[1], _ALONG)
+    index = region.flow.maker(key)
+    if index is not None and region.flow.name(index) in _TURN:
+        region.members.append(index)
+        key = region.unrepeat(region.flow.inputs(index)[0])
+    return query, key
+
+
+# ---- forward to the value -------------------------------------------------------------------------------
+
+
+def _forward(region: _Region, anchor: int, *, torch_made: bool) -> tuple[int, int] | None:
+    """Value and output, past dropout and casts of the weights."""
+    flow = region.flow
+    current, seen = flow.outputs(anchor)[0], anchor
+    for _ in range(_DEEPEST):
+        later = [i for i in flow.users(current) if i > seen]
+        if torch_made:  # half precision casts the weights and throws them away
+            region.members += [i for i in later[:2] if flow.name(i) in _CAST]
+            later = [i for i in later if flow.name(i) not in _CAST]
+        later = [i for i in later if flow.name(i) != "detach"]
+        if not later:
+            return None
+        seen, name = later[0], flow.name(later[0])
+        if name in _PRODUCT:
+            if flow.inputs(seen)[-2] != current:
+                return None
+            return _result(region, seen)
+        if name == "empty_like":
+            after = _dropped(region, seen)
+            if after is None:
+                return None
+            seen, current = after, flow.outputs(after)[0]
+            continue
+        if name in ("native_dropout", "dropout"):
+            region.dropout = _number(flow, seen, "p", 0.5)
+        elif name == "mul" and _number(flow, seen, "other", 1.0) == 0.0:
+            region.dropout = 1.0
+        elif name not in _ALONG and (torch_made or name not in _CAST):
+            return None
+        region.members.append(seen)
+        current = flow.outputs(seen)[0]
+    return None
+
+
+def _dropped(region: _Region, index: int) -> int | None:
+    """Dropout in ops: empty_like, bernoulli_, div_, mul; returns the mul."""
+    flow = region.flow
+    noise = flow.outputs(index)[0]
+    region.members.append(index)
+    for _ in range(3):
+        following = [i for i in flow.users(noise) if i > index]
+        if not following:
+            return None
+        index = following[0]
+        region.members.append(index)
+        if flow.name(index) == "bernoulli":
+            # 0.5 is the default, which a dispatched call leaves out
+            region.dropout = 1.0 - _number(flow, index, "p", 0.5)
+        if flow.name(index) == "mul":
+            return index
+        noise = flow.outputs(index)[0]
+    return None
+
+
+def _result(region: _Region, product: int) -> tuple[int, int]:
+    flow = region.flow
+    region.members.append(product)
+    operand = flow.inputs(product)[-1]
+    value = region.unrepeat(operand)
+    if value == operand:
+        value = region.back(operand, _ALONG)
+    value = region.uncast(value)
+    output, seen = flow.outputs(product)[-1], product
+    for _ in range(_DEEPEST):
+        following = next((i for i in flow.users(output) if i > seen), None)
+        if following is None or flow.name(following) not in ("_unsafe_view", "_to_copy"):
+            break
+        region.members.append(following)
+        output, seen = flow.outputs(following)[0], following
+    return value, output
+
+
+def _number(flow: Flow, index: int, name: str, default: float) -> float:
+    value = flow.arguments(index).get(name)
+    return float(value) if isinstance(value, int | float) else default

@@ -1,0 +1,82 @@
+"""Walking from values to the ops that made and used them."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+
+from opdrift.records import Argument, TensorMeta
+from opdrift.tracefile.reader import Ints, Trace
+
+
+def base_name(name: str) -> str:
+    """`aten.add_.Tensor` -> `add`."""
+    parts = name.split(".")
+    op = parts[1] if len(parts) > 1 else name
+    return op[:-1] if op.endswith("_") and not op.endswith("__") else op
+
+
+class Flow:
+    """Names, inputs, outputs, makers and users of the ops of one trace, by index."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self._names: dict[int, str] = {}
+        self._arguments: dict[int, dict[str, Argument]] = {}
+
+    def name(self, index: int) -> str:
+        """Base name of an op."""
+        signature = int(self.trace.ops.signature[index])
+        found = self._names.get(signature)
+        if found is None:
+            found = self._names[signature] = base_name(self.trace.op_info(signature).name)
+        return found
+
+    def arguments(self, index: int) -> dict[str, Argument]:
+        """Arguments of an op by name, without defaults."""
+        signature = int(self.trace.ops.signature[index])
+        found = self._arguments.get(signature)
+        if found is None:
+            found = dict(self.trace.signature(signature).arguments)
+            self._arguments[signature] = found
+        return found
+
+    def inputs(self, index: int) -> list[int]:
+        """Value ids of an op's tensor arguments."""
+        return [int(v) for v in self.trace.ops.inputs[index]]
+
+    def outputs(self, index: int) -> list[int]:
+        """Value ids of an op's outputs."""
+        return [int(v) for v in self.trace.ops.outputs[index]]
+
+    def meta(self, value: int) -> TensorMeta:
+        """A value's layout."""
+        return self.trace.meta(value)
+
+    def maker(self, value: int) -> int | None:
+        """Index of the op that made a value; None for a leaf."""
+        index = int(self.trace.producer[value])
+        return index if index >= 0 else None
+
+    def users(self, value: int) -> list[int]:
+        """Indices of the ops that take a value, in order."""
+        values, rows = self._uses
+        start, end = np.searchsorted(values, [value, value + 1])
+        return [int(i) for i in rows[start:end]]
+
+    def indices(self, *names: str) -> list[int]:
+        """Indices of the ops with one of these base names, in order."""
+        signatures = self.trace.ops.signature
+        wanted = [
+            s
+            for s in np.unique(signatures).tolist()
+            if base_name(self.trace.op_info(s).name) in names
+        ]
+        return [int(i) for i in np.flatnonzero(np.isin(signatures, wanted))]
+
+    @cached_property
+    def _uses(self) -> tuple[Ints, Ints]:
+        inputs = self.trace.ops.inputs
+        order = np.argsort(inputs.values, kind="stable")
+        return inputs.values[order], inputs.rows()[order]
