@@ -156,7 +156,7 @@ class Page:
     def heading(self, title: str) -> None:
         """An empty line, then the title of a section."""
         self._lines.append(Text(""))
-        self._lines.append(self.text(title, "heading"))
+        self.line(title, "heading")
 
     def table(
         self, columns: Sequence[Column], rows: Sequence[Sequence[str | Text]], *, indent: int = 2

@@ -1,0 +1,81 @@
+"""Record every op of a PyTorch run, diff two runs, and learn which op diverged first and why.
+
+Names are loaded when they are first used: recording needs torch, reading traces does not, and
+neither is paid for by `import opdrift`.
+"""
+
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING
+
+from opdrift.errors import (
+    DamagedTraceError,
+    IncomparableTracesError,
+    InvalidOptionError,
+    NotATraceError,
+    OpdriftError,
+    RecorderStateError,
+    TraceExistsError,
+    TraceNotWritableError,
+    TraceVersionError,
+)
+
+if TYPE_CHECKING:
+    from opdrift.diagnose import diff
+    from opdrift.recorder import Recorder, record
+    from opdrift.records import Batch, Diagnosis
+    from opdrift.tracefile.reader import Trace, load
+
+    __version__: str
+
+__all__ = [
+    "Batch",
+    "DamagedTraceError",
+    "Diagnosis",
+    "IncomparableTracesError",
+    "InvalidOptionError",
+    "NotATraceError",
+    "OpdriftError",
+    "Recorder",
+    "RecorderStateError",
+    "Trace",
+    "TraceExistsError",
+    "TraceNotWritableError",
+    "TraceVersionError",
+    "__version__",
+    "diff",
+    "load",
+    "record",
+]
+
+_HOMES = {
+    "Batch": "opdrift.records",
+    "Recorder": "opdrift.recorder",
+    "record": "opdrift.recorder",
+    "Diagnosis": "opdrift.records",
+    "Trace": "opdrift.tracefile.reader",
+    "load": "opdrift.tracefile.reader",
+    "diff": "opdrift.diagnose",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name == "__version__":
+        value: object = _version()
+    elif name in _HOMES:
+        value = getattr(_import_module(_HOMES[name]), name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value  # the next use finds it without asking here
+    return value
+
+
+def _version() -> str:
+    metadata = _import_module("importlib.metadata")
+    try:
+        return str(metadata.version("opdrift"))
+    except metadata.PackageNotFoundError:
+        return "0+uninstalled"  # a checkout on the path
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,1 @@
+"""The commands `diff-trace` and `opdrift`; only here is anything printed, or an exit status chosen."""

@@ -1,0 +1,84 @@
+"""Print results to stdout and complaints to stderr; write report files."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TextIO
+
+from opdrift.errors import InvalidOptionError
+from opdrift.render.words import readable
+
+
+def emit(*pieces: str) -> None:
+    """Print a result. A reader that has gone (`| head`) is no error, and the exit status stays."""
+    emit_all(pieces)
+
+
+def emit_all(pieces: Iterable[str]) -> None:
+    """Print a long result as it is made; stop making it when nobody reads."""
+    _put(sys.stdout, pieces)
+
+
+def complain(program: str, message: str) -> None:
+    """Print one line to stderr: `program: message`."""
+    _put(sys.stderr, (f"{program}: {readable(message)}\n",))
+
+
+def _put(stream: TextIO, pieces: Iterable[str]) -> None:
+    encoding = stream.encoding or "ascii"
+    try:
+        for piece in pieces:
+            # what a terminal's encoding lacks is escaped rather than a reason to fail
+            stream.write(piece.encode(encoding, "backslashreplace").decode(encoding))
+        stream.flush()
+    except BrokenPipeError:
+        # Python flushes once more at exit; give it something that takes the rest in silence
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def check_output(path: Path) -> None:
+    """Refuse what cannot or must not be written to, before any work is done.
+
+    Raises:
+        InvalidOptionError: The path is a folder, lies in a trace, or its folder does not exist.
+    """
+    if path.is_dir():
+        kind = "an opdrift trace" if _is_trace(path) else "a folder"
+        raise InvalidOptionError(
+            f"-o {path}: this is {kind}; give the name of a file to write the report to."
+        )
+    if not path.parent.is_dir():
+        raise InvalidOptionError(
+            f"-o {path}: the folder {path.parent} does not exist; make it first."
+        )
+    if _is_trace(path.parent):
+        raise InvalidOptionError(
+            f"-o {path}: this lies in an opdrift trace, which a report would damage; give another path."
+        )
+
+
+def _is_trace(folder: Path) -> bool:
+    return (folder / "header.json").exists() or any(folder.glob("rank-[0-9]*/header.json"))
+
+
+def write_report(path: Path, text: str) -> None:
+    """Write a report file, whole or not at all.
+
+    Raises:
+        InvalidOptionError: The file cannot be written.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        if path.exists() and not path.is_file():  # /dev/stdout, a named pipe: nothing to replace
+            path.write_text(text, encoding="utf-8", newline="\n")
+            return
+        partial.write_text(text, encoding="utf-8", newline="\n")
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise InvalidOptionError(
+            f"-o {path}: cannot be written ({error.strerror or error}); give another path."
+        ) from None

@@ -1,0 +1,61 @@
+"""What the parsers of all commands share: `--version`, and kinds of arguments."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from opdrift.commands.console import emit
+
+
+class Version(argparse.Action):
+    """Print the version and stop; it is looked up only when asked for."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **_: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, help="print the version and exit")
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        """Called by the parser where the option stands."""
+        import opdrift
+
+        emit(f"{parser.prog} {opdrift.__version__}\n")
+        parser.exit()
+
+
+def sample_pair(text: str) -> tuple[int, int]:
+    """Which sample of the left trace and which of the right one: "0:7" gives (0, 7)."""
+    left, colon, right = text.partition(":")
+    if not colon or not left.isdecimal() or not right.isdecimal():
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not L:R, two sample numbers counted from 0, such as 0:7"
+        )
+    return int(left), int(right)
+
+
+def name_pair(text: str) -> tuple[str, str]:
+    """The two sides of "encoder=model.encoder"."""
+    left, equals, right = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not LEFT=RIGHT, two module paths, such as encoder=model.encoder"
+        )
+    return left, right
+
+
+def natural(text: str) -> int:
+    """A whole number from 0."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0")
+    return int(text)
+
+
+def tolerance(text: str) -> float:
+    """A finite number from 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number from 0, such as 1e-5")
+    return number

@@ -1,0 +1,141 @@
+"""Show what a trace holds: an overview, ops, one op, leaves, findings.
+
+Without options, an overview. GLOB is a pattern such as 'layers.*.self_attn'; a module's pattern takes
+in what is below it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from opdrift.commands.console import emit, emit_all
+from opdrift.commands.exit_codes import ExitCode
+from opdrift.commands.options import natural
+from opdrift.errors import InvalidOptionError
+
+if TYPE_CHECKING:
+    from opdrift.records import Finding, Leaf
+    from opdrift.tracefile.reader import Trace
+
+EPILOG: Final = """\
+exit status: 0; 1 if --findings found something; 2 if the trace cannot be read."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `opdrift show`."""
+    add = parser.add_argument
+    add(
+        "trace",
+        metavar="TRACE",
+        type=Path,
+        help="a folder that record() wrote; of a distributed run, rank 0's unless a rank's own folder is given",
+    )
+    add("--op", metavar="N", type=natural, help="everything about op N")
+    add("--scope", metavar="GLOB", help="the ops of these modules")
+    add("--leaf", metavar="GLOB", help="these parameters, buffers, inputs and outputs over time")
+    add("--kernels", action="store_true", help="which implementation ran, and why")
+    add("--findings", action="store_true", help="only what the run alone shows to be wrong")
+    add("--format", choices=("text", "json"), default="text", help="text is the default")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print what is asked for."""
+    from opdrift.tracefile.reader import load
+
+    trace = load(options.trace)
+    ops = _ops(trace, options)
+    leaves = _leaves(trace, options.leaf)
+    if options.format == "json":
+        return _json(trace, ops, leaves, options)
+    return _text(trace, ops, leaves, options)
+
+
+def _ops(trace: Trace, options: argparse.Namespace) -> Sequence[int]:
+    """Indices of the ops that are asked for; all of them if none is."""
+    if options.op is not None:
+        index = trace.index_of(options.op)
+        if index is None:
+            held = (
+                f"{int(trace.ops.seq[0])} to {int(trace.ops.seq[-1])}" if len(trace.ops) else "none"
+            )
+            raise InvalidOptionError(f"{trace.path} has no op {options.op}; it holds {held}.")
+        return [index]
+    if options.scope is None:
+        return range(len(trace.ops))
+    import numpy as np
+
+    calls = [call.id for call in trace.calls if _below(call.path, options.scope)]
+    found: list[int] = np.flatnonzero(np.isin(trace.ops.call, calls)).tolist()
+    if not found:
+        raise InvalidOptionError(
+            f"No op of {trace.path} ran in {options.scope!r}. `opdrift show {trace.path}` lists the modules."
+        )
+    return found
+
+
+def _below(path: str, pattern: str) -> bool:
+    return fnmatchcase(path, pattern) or fnmatchcase(path, f"{pattern}.*")
+
+
+def _leaves(trace: Trace, pattern: str | None) -> Sequence[Leaf]:
+    if pattern is None:
+        return trace.leaves
+    found = [leaf for leaf in trace.leaves if leaf.name and fnmatchcase(leaf.name, pattern)]
+    if not found:
+        names = sorted({leaf.name for leaf in trace.leaves if leaf.name})
+        some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        raise InvalidOptionError(
+            f"{trace.path} has no leaf named {pattern!r}; it has {some or 'none with a name'}."
+        )
+    return found
+
+
+def _findings(path: Path, trace: Trace) -> Sequence[Finding]:
+    """Of all ranks, where the path holds several."""
+    from opdrift.findings import findings
+    from opdrift.tracefile.reader import load, rank_folders
+
+    ranks = rank_folders(path)
+    return findings([load(folder) for folder in ranks.values()] if ranks else [trace])
+
+
+def _json(
+    trace: Trace, ops: Sequence[int], leaves: Sequence[Leaf], options: argparse.Namespace
+) -> int:
+    from opdrift.render import trace_json
+
+    found = _findings(options.trace, trace)
+    emit_all(trace_json.render(trace, ops, leaves, found))
+    return _status(found, options)
+
+
+def _text(
+    trace: Trace, ops: Sequence[int], leaves: Sequence[Leaf], options: argparse.Namespace
+) -> int:
+    import sys
+
+    from opdrift.render import trace_text
+    from opdrift.render.page import Screen
+
+    screen = Screen.of(sys.stdout)
+    if options.findings:
+        found = _findings(options.trace, trace)
+        emit(trace_text.finding_report(found, screen))
+        return _status(found, options)
+    if options.op is not None:
+        emit(trace_text.one_op(trace, trace.op(ops[0]), screen))
+    elif options.scope is not None:
+        emit(trace_text.op_table(trace, ops, screen))
+    if options.leaf is not None:
+        emit(trace_text.leaf_report(trace, leaves, screen))
+    if options.op is None and options.scope is None and options.leaf is None:
+        emit(trace_text.overview(trace, _findings(options.trace, trace), screen))
+    return ExitCode.SAME
+
+
+def _status(found: Sequence[Finding], options: argparse.Namespace) -> int:
+    return ExitCode.DIFFER if found and options.findings else ExitCode.SAME

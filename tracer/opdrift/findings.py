@@ -1,0 +1,375 @@
+"""What one run alone shows to be wrong; nothing is compared with another run."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from opdrift.records import READ_UNINITIALISED, Cause, Finding, Leaf, Mark, TensorArgument
+from opdrift.tracefile.reader import Ints, Trace
+
+#: Marks of integrations that say whether a content arrived as it was sent.
+_TRANSFERS: Final = frozenset({"gather", "use", "move", "cast"})
+#: A chain of views is followed this often; each round doubles the length that is covered.
+_VIEW_ROUNDS: Final = 6
+
+
+def findings(traces: Iterable[Trace]) -> tuple[Finding, ...]:
+    """Everything that is wrong within each of the traces (one a rank), and between their gathers."""
+    ranks = list(traces)
+    found = [finding for trace in ranks for finding in _of_one(trace)]
+    found += _gathers_across(ranks)
+    return tuple(sorted(found, key=lambda f: (f.seq or 0, f.rank or 0)))
+
+
+def _of_one(trace: Trace) -> Iterator[Finding]:
+    steps = _Steps(trace)
+    yield from _hidden_writes(trace, steps)
+    yield from _uninitialised(trace, steps)
+    yield from _nonfinite(trace, steps)
+    yield from _transfers(trace, steps)
+
+
+class _Steps:
+    """Which step of the program an op belongs to, from its "step" marks."""
+
+    def __init__(self, trace: Trace) -> None:
+        marks = [m for m in trace.marks if m.kind == "step"]
+        self._seqs = [m.seq for m in marks]
+        named = [m.fields.get("step") for m in marks]
+        self._numbers = [n if isinstance(n, int) else i for i, n in enumerate(named)]
+
+    def at(self, seq: int | None) -> int | None:
+        """The step of an op; None before the first step, or where the program marked none."""
+        position = 0 if seq is None else bisect_right(self._seqs, seq - 1)
+        return self._numbers[position - 1] if position else None
+
+
+# ---- hidden writes -----------------------------------------------------------------------------------
+
+
+def _hidden_writes(trace: Trace, steps: _Steps) -> Iterator[Finding]:
+    changed = [leaf for leaf in trace.leaves if leaf.when == "changed"]
+    by_value: dict[int, list[Leaf]] = {}
+    for leaf in changed:  # a storage under several names has a row for each
+        by_value.setdefault(leaf.value, []).append(leaf)
+    for value, leaves in by_value.items():
+        before = _content_before(trace, value)
+        now = trace.fingerprint(value)
+        if before is None or now is None or before.key == now.key:
+            continue
+        first = leaves[0]
+        reader = trace.index_of(first.seq + 1)
+        op = trace.op(reader) if reader is not None else None
+        names = ", ".join(leaf.name or "a nameless constant" for leaf in leaves)
+        by = f"read by {op.name} (op {op.seq})" if op is not None else f"after op {first.seq}"
+        evidence = [
+            f"its digest was {before.raw:016x} when last known and is {now.raw:016x} {by}",
+            "no op that was recorded wrote it in between",
+        ]
+        if len(leaves) > 1:
+            evidence.append(f"one storage has the names {names}")
+        yield Finding(
+            "hidden-write",
+            Cause(
+                "race",
+                "likely",
+                f"{names}: the content changed, and no recorded op wrote it",
+                tuple(evidence),
+                "Look for a write that the dispatcher cannot see: another thread, a copy that nobody waited"
+                " for, numpy, .data, a custom kernel. Wait for it before the tensor is read.",
+            ),
+            first.name or None,
+            op.name if op is not None else None,
+            op.call.path if op is not None else trace.calls[first.call].path,
+            op.seq if op is not None else first.seq,
+            steps.at(first.seq),
+            trace.header.rank,
+        )
+
+
+def _content_before(trace: Trace, value: int) -> Any:
+    """The fingerprint that the same part of the same storage had when last known."""
+    columns = trace.values
+    same = columns.storage == columns.storage[value]
+    same &= (columns.offset == columns.offset[value]) & (columns.meta == columns.meta[value])
+    same &= (columns.write < columns.write[value]) & (columns.fingerprint >= 0)
+    candidates = np.flatnonzero(same)
+    if not len(candidates):
+        return None
+    return trace.fingerprint(int(candidates[np.argmax(columns.write[candidates])]))
+
+
+# ---- uninitialised reads -----------------------------------------------------------------------------
+
+
+def _uninitialised(trace: Trace, steps: _Steps) -> Iterator[Finding]:
+    """The first op that reads each piece of unwritten memory; what follows from it is not said again."""
+    seen: set[int] = set()
+    for index in np.flatnonzero(trace.ops.flags & READ_UNINITIALISED).tolist():
+        op = trace.op(index)
+        made = _unwritten(trace, op.inputs)
+        if made in seen:
+            continue
+        seen.add(made)
+        maker = trace.op(made) if made >= 0 else None
+        evidence = [f"{op.name} (op {op.seq}) read it"]
+        if maker is not None:
+            where = f", {maker.source}" if maker.source is not None else ""
+            evidence.insert(
+                0,
+                f"{maker.name} (op {maker.seq}{where}) handed out the memory, and nothing wrote it all",
+            )
+        yield Finding(
+            "uninitialised",
+            Cause(
+                "uninitialised",
+                "certain",
+                f"{op.name} in {op.call.path or 'the root module'} read memory before it was written",
+                tuple(evidence),
+                "Write the whole tensor before it is read: zeros or full instead of empty, or load it;"
+                " after to_empty(), load or reset every parameter and buffer, also non-persistent ones.",
+            ),
+            None,
+            op.name,
+            op.call.path,
+            op.seq,
+            steps.at(op.seq),
+            trace.header.rank,
+        )
+
+
+def _unwritten(trace: Trace, inputs: Sequence[int]) -> int:
+    """The op that made the first unwritten input's storage; -1 if that is not known."""
+    columns = trace.values
+    for value in inputs:
+        if not value:
+            continue
+        owner = np.flatnonzero((columns.storage == columns.storage[value]) & (trace.producer >= 0))
+        made = int(trace.producer[owner].min(initial=len(trace.ops)))
+        if made < len(trace.ops) and trace.op_info(int(trace.ops.signature[made])).uninitialised:
+            return made
+    return -1
+
+
+# ---- non-finite values -------------------------------------------------------------------------------
+
+
+def _nonfinite(trace: Trace, steps: _Steps) -> Iterator[Finding]:
+    """The first NaN, and the first infinity that nobody asked for: a leaf that holds it, or an op."""
+    rows = _content_rows(trace)
+    nan = _counts(trace, ("nan",))
+    infinite = _counts(trace, ("pinf", "ninf"))
+    leaf = next(
+        (
+            each
+            for each in trace.leaves
+            if each.kind in ("parameter", "buffer", "input") and _at(nan, rows[each.value])
+        ),
+        None,
+    )
+    if leaf is not None:
+        yield _bad_leaf(trace, leaf, _at(nan, rows[leaf.value]), steps)
+    yield from _first_op(trace, rows, nan, nan, "NaN", steps)
+    yield from _first_op(trace, rows, infinite, infinite + nan, "infinity", steps)
+
+
+def _content_rows(trace: Trace) -> Ints:
+    """Per value the row of the fingerprint that tells its content: its own, or that of what it views."""
+    rows = trace.values.fingerprint.copy()
+    producer = trace.producer
+    starts = trace.ops.inputs.offsets
+    parent = np.arange(len(rows), dtype=np.int64)
+    viewed = np.flatnonzero((rows < 0) & (producer >= 0))
+    viewed = viewed[starts[producer[viewed] + 1] > starts[producer[viewed]]]
+    parent[viewed] = trace.ops.inputs.values[starts[producer[viewed]]]
+    for _ in range(_VIEW_ROUNDS):
+        parent = parent[parent]
+    return np.where(rows >= 0, rows, rows[parent])
+
+
+def _counts(trace: Trace, names: Sequence[str]) -> Ints:
+    total = np.zeros(len(trace.fingerprints), np.int64)
+    for name in names:
+        total += trace.fingerprints.number(name).astype(np.int64)
+    return total
+
+
+def _at(counts: Ints, row: Any) -> int:
+    return int(counts[row]) if row >= 0 else 0
+
+
+def _per_op(trace: Trace, rows: Ints, counts: Ints, *, inputs: bool) -> npt.NDArray[np.bool_]:
+    """Whether any input, or any output, of each op counts more than zero."""
+    lists = trace.ops.inputs if inputs else trace.ops.outputs
+    padded = np.append(counts > 0, False)  # row -1: unknown
+    hit = padded[rows[lists.values]]
+    return np.bincount(lists.rows()[hit], minlength=len(trace.ops)) > 0
+
+
+def _first_op(
+    trace: Trace, rows: Ints, made: Ints, excused: Ints, what: str, steps: _Steps
+) -> Iterator[Finding]:
+    fresh = _per_op(trace, rows, made, inputs=False) & ~_per_op(trace, rows, excused, inputs=True)
+    for index in np.flatnonzero(fresh).tolist():
+        signature = trace.signature(int(trace.ops.signature[index]))
+        if signature.op.uninitialised or _asked_for(signature.arguments):
+            continue
+        op = trace.op(index)
+        output, number = next((v, n) for v in op.outputs if (n := _at(made, rows[v])))
+        evidence = [
+            f"{number:,} of {_size(trace, output):,} elements of its output {trace.meta(output)} are {what}",
+            f"no input holds one; the largest magnitude among them is {_largest(trace, rows, op.inputs):.3g}",
+        ]
+        yield Finding(
+            "nan",
+            Cause(
+                "nan",
+                "certain",
+                f"{what} first appears in the output of {op.name} in {op.call.path or 'the root module'}",
+                tuple(evidence),
+                "Look at this op's inputs: a sum or product beyond the dtype's range, 0/0, log or sqrt of a"
+                " negative number, a softmax over a row that is masked everywhere. bfloat16 or float32 have range"
+                " that float16 lacks.",
+            ),
+            None,
+            op.name,
+            op.call.path,
+            op.seq,
+            steps.at(op.seq),
+            trace.header.rank,
+        )
+        return
+
+
+def _asked_for(arguments: Iterable[tuple[str, Any]]) -> bool:
+    """Whether the program passed the non-finite number itself, as causal masks do."""
+    return any(_holds_nonfinite(argument) for _, argument in arguments)
+
+
+def _holds_nonfinite(argument: Any) -> bool:
+    if isinstance(argument, tuple):
+        return any(_holds_nonfinite(a) for a in argument)
+    return (
+        isinstance(argument, float)
+        and not np.isfinite(argument)
+        and not isinstance(argument, TensorArgument)
+    )
+
+
+def _size(trace: Trace, value: int) -> int:
+    return int(np.prod(trace.meta(value).shape, dtype=np.int64))
+
+
+def _largest(trace: Trace, rows: Ints, values: Sequence[int]) -> float:
+    known = [int(rows[v]) for v in values if v and rows[v] >= 0]
+    return max((float(trace.fingerprints.number("absmax")[r]) for r in known), default=0.0)
+
+
+def _bad_leaf(trace: Trace, leaf: Leaf, number: int, steps: _Steps) -> Finding:
+    return Finding(
+        "nan",
+        Cause(
+            "nan",
+            "certain",
+            f"the {leaf.kind} {leaf.name} already holds NaN",
+            (f"{number:,} of {_size(trace, leaf.value):,} elements are NaN when it is first seen",),
+            "Look at where it comes from: the checkpoint, its initialisation, or the data.",
+        ),
+        leaf.name,
+        None,
+        leaf.name.rpartition(".")[0] if leaf.kind != "input" else trace.calls[leaf.call].path,
+        leaf.seq or None,
+        steps.at(leaf.seq),
+        trace.header.rank,
+    )
+
+
+# ---- gathers and moves -------------------------------------------------------------------------------
+
+
+def _transfers(trace: Trace, steps: _Steps) -> Iterator[Finding]:
+    for mark in trace.marks:
+        if mark.kind in _TRANSFERS and mark.fields.get("intact") is False:
+            yield _transfer(trace, mark, steps, _where(mark.fields))
+
+
+def _where(fields: Mapping[str, Any]) -> list[str]:
+    lines = []
+    for part in fields.get("mismatch") or ():
+        zeros = ", all zeros" if part.get("zeros") else ""
+        lines.append(
+            f"{part.get('parameter')}: {part.get('numel'):,} elements from {part.get('offset'):,} on are not the shard's{zeros}"
+        )
+    return lines
+
+
+def _transfer(trace: Trace, mark: Mark, steps: _Steps, evidence: Sequence[str]) -> Finding:
+    fields = mark.fields
+    unit = fields.get("unit") or ""
+    what = {"use": "gather", "cast": "cast copy", "move": "move"}.get(mark.kind, mark.kind)
+    names = fields.get("parameters") or ()
+    named = ", ".join(map(str, names[:4])) + (
+        f" and {len(names) - 4} more" if len(names) > 4 else ""
+    )
+    first = next(
+        (p.get("parameter") for p in fields.get("mismatch") or ()), names[0] if names else None
+    )
+    said = [
+        f"{fields.get('library', 'a library')}, buffer {fields.get('buffer')}, {mark.kind} {fields.get('nth', '')}".rstrip()
+    ]
+    return Finding(
+        "gather",
+        Cause(
+            "fsdp-gather",
+            "certain",
+            f"a {what} in {unit or 'the root module'} does not hold what its source holds: {named}",
+            (*said, *evidence),
+            "The gathered copy is stale, torn or wrongly cast: free it before the shards change (reshard after"
+            " forward), and wait for the copy before it is used.",
+        ),
+        None if first is None else str(first),
+        None,
+        unit,
+        mark.seq,
+        steps.at(mark.seq),
+        trace.header.rank,
+    )
+
+
+def _gathers_across(traces: Sequence[Trace]) -> Iterator[Finding]:
+    """Segments that are not what their owner's shard was at the same gather."""
+    marks: dict[tuple[Any, ...], dict[int, tuple[Trace, Mark]]] = {}
+    for trace in traces:
+        for mark in trace.marks:
+            fields = mark.fields
+            if mark.kind == "gather" and isinstance(fields.get("segments"), list):
+                key = (
+                    str(fields.get("ranks")),
+                    fields.get("unit"),
+                    fields.get("buffer"),
+                    fields.get("nth"),
+                )
+                marks.setdefault(key, {})[fields.get("rank", 0)] = (trace, mark)
+    for group in marks.values():
+        for rank, (trace, mark) in group.items():
+            wrong = [
+                owner
+                for owner, segment in enumerate(mark.fields["segments"])
+                if owner != rank
+                and owner in group
+                and _differs(segment, group[owner][1].fields.get("shard"))
+            ]
+            if wrong:
+                lines = [
+                    f"the segment of rank {owner} is not what rank {owner} held" for owner in wrong
+                ]
+                yield _transfer(trace, mark, _Steps(trace), lines)
+
+
+def _differs(one: Any, other: Any) -> bool:
+    return one is not None and other is not None and one != other

@@ -1,0 +1,166 @@
+"""A trace as JSON, schema `opdrift.trace/1`: one object with header, ops, marks, leaves, findings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any, Final
+
+from opdrift.records import (
+    COMPILED,
+    GRAD_ENABLED,
+    PENDING,
+    RAISED,
+    READ_UNINITIALISED,
+    REREAD,
+    TRACE_SCHEMA,
+    TRACER_FAILED,
+    UNFINGERPRINTED,
+    Argument,
+    Finding,
+    Leaf,
+    Mark,
+    Op,
+    TensorArgument,
+)
+from opdrift.render.json import finding_object, safe
+from opdrift.tracefile.reader import Trace
+
+#: Bit -> the word that reports use for it.
+FLAG_WORDS: Final = {
+    RAISED: "raised",
+    UNFINGERPRINTED: "unfingerprinted",
+    TRACER_FAILED: "tracer-failed",
+    PENDING: "pending",
+    READ_UNINITIALISED: "read-uninitialised",
+    COMPILED: "compiled",
+    GRAD_ENABLED: "grad-enabled",
+    REREAD: "reread",
+}
+
+
+def render(
+    trace: Trace, ops: Sequence[int], leaves: Sequence[Leaf], findings: Sequence[Finding]
+) -> Iterator[str]:
+    """The document in pieces, one record a line, so that a long trace needs no memory."""
+    yield f'{{"schema": "{TRACE_SCHEMA}",\n"header": {_dump(header_object(trace))},\n'
+    yield from _list("ops", (op_object(trace, trace.op(i)) for i in ops))
+    yield from _list("marks", (mark_object(m) for m in trace.marks))
+    yield from _list("leaves", (leaf_object(trace, leaf) for leaf in leaves))
+    yield from _list("findings", (finding_object(f) for f in findings), last=True)
+    yield "}\n"
+
+
+def _dump(data: object) -> str:
+    return json.dumps(safe(data), allow_nan=False)
+
+
+def _list(key: str, records: Iterator[dict[str, Any]], *, last: bool = False) -> Iterator[str]:
+    yield f'"{key}": ['
+    separator = "\n"
+    for record in records:
+        yield separator + _dump(record)
+        separator = ",\n"
+    yield "]\n" if last else "],\n"
+
+
+def header_object(trace: Trace) -> dict[str, Any]:
+    """The header's fields, and how the recording ended."""
+    footer = trace.footer
+    return {
+        **asdict(trace.header),
+        "path": str(trace.path),
+        "complete": trace.complete,
+        "incomplete": trace.incomplete,
+        "footer": None if footer is None else asdict(footer),
+    }
+
+
+def op_object(trace: Trace, op: Op) -> dict[str, Any]:
+    """One op; `inputs` and `outputs` hold values as in `value_object`."""
+    return {
+        "seq": op.seq,
+        "op": op.name,
+        "module": op.call.path,
+        "type": op.call.type,
+        "call": op.call.number,
+        "phase": op.phase,
+        "source": None if op.source is None else str(op.source),
+        "arguments": {name: argument_object(a) for name, a in op.signature.arguments},
+        "inputs": [value_object(trace, v) for v in op.inputs],
+        "outputs": [value_object(trace, v) for v in op.outputs],
+        "mutated": op.mutated,
+        "flags": flag_words(op.flags),
+        "thread": op.thread,
+        "start_ns": op.start_ns,
+        "duration_ns": op.duration_ns,
+        "rng": f"{op.rng:016x}" if op.rng else None,
+        "node": op.node,
+    }
+
+
+def flag_words(flags: int) -> list[str]:
+    """The names of the bits that are set."""
+    return [word for bit, word in FLAG_WORDS.items() if flags & bit]
+
+
+def argument_object(argument: Argument) -> Any:
+    """A non-tensor argument as JSON; a tensor by its layout, its value is among the inputs."""
+    if isinstance(argument, TensorArgument):
+        return {"tensor": str(argument.meta)}
+    if isinstance(argument, tuple):
+        return [argument_object(a) for a in argument]
+    return argument
+
+
+def value_object(trace: Trace, value: int) -> dict[str, Any] | None:
+    """A value: its id, layout and fingerprint; null for an absent one."""
+    if not value:
+        return None
+    meta, fingerprint = trace.meta(value), trace.fingerprint(value)
+    return {
+        "value": value,
+        "shape": meta.shape,
+        "stride": meta.stride,
+        "dtype": meta.dtype,
+        "device": meta.device,
+        "fingerprint": None
+        if fingerprint is None
+        else {
+            "digest": digest(trace, value),
+            "n": fingerprint.n,
+            "min": fingerprint.min,
+            "max": fingerprint.max,
+            "absmax": fingerprint.absmax,
+            "sum": fingerprint.sum,
+            "ssq": fingerprint.ssq,
+            "nan": fingerprint.nan,
+            "inf": fingerprint.pinf + fingerprint.ninf,
+            "zero": fingerprint.zero,
+            "subnormal": fingerprint.subnormal,
+        },
+    }
+
+
+def digest(trace: Trace, value: int) -> str | None:
+    """The exact digest in hex, None where the content was not fingerprinted."""
+    fingerprint = trace.fingerprint(value)
+    return None if fingerprint is None else f"{fingerprint.raw:016x}"
+
+
+def mark_object(mark: Mark) -> dict[str, Any]:
+    """One mark."""
+    return asdict(mark)
+
+
+def leaf_object(trace: Trace, leaf: Leaf) -> dict[str, Any]:
+    """One sighting of a leaf: {name, kind, when, seq, module, value}."""
+    return {
+        "name": leaf.name,
+        "kind": leaf.kind,
+        "when": leaf.when,
+        "seq": leaf.seq,
+        "module": trace.calls[leaf.call].path,
+        "value": value_object(trace, leaf.value),
+    }

@@ -1,0 +1,347 @@
+"""A trace for a terminal: overview, ops, single ops, leaves, findings."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import numpy as np
+
+from opdrift.provenance import Lineage, Provenance
+from opdrift.records import Argument, Finding, Leaf, Op, TensorArgument
+from opdrift.render import card
+from opdrift.render.page import Column, Page, Screen
+from opdrift.render.trace_json import digest, flag_words
+from opdrift.render.words import count, name, plural, readable, scope, size
+from opdrift.tracefile.reader import Trace
+
+#: Rows of the overview's lists.
+_ROWS: Final = 12
+#: Digits of a digest that are shown; JSON has all.
+_DIGITS: Final = 8
+_TOP: Final = re.compile(r"[^.]*(?:\.\d+)?")
+
+
+def overview(trace: Trace, findings: Sequence[Finding], screen: Screen) -> str:
+    """What was recorded, in a screenful."""
+    page = Page(screen)
+    page.line(
+        f"{name(str(trace.path))}: {plural(len(trace.ops), 'op')}, {_ending(trace)}",
+        "strong",
+        hang=2,
+    )
+    page.line()
+    for label, text in _about(trace):
+        page.field(label, (text,))
+    _modules(page, trace)
+    _frequent(page, trace)
+    if findings:
+        page.heading(plural(len(findings), "finding"))
+        for finding in findings[:_ROWS]:
+            page.line(f"- {_short(finding)}", "bad", indent=2, hang=2)
+    page.line()
+    path = shlex.quote(str(trace.path))
+    page.command(
+        "next: ",
+        f"opdrift show {path} --scope GLOB | --op N | --leaf GLOB{' | --findings' if findings else ''}",
+    )
+    return page.render()
+
+
+def _ending(trace: Trace) -> str:
+    if trace.incomplete is not None:
+        return readable(trace.incomplete)
+    footer = trace.footer
+    if footer is not None and footer.ended == "raised":
+        return f"complete; the program raised {readable(footer.exception or 'an exception')}"
+    return "complete"
+
+
+def _about(trace: Trace) -> Iterator[tuple[str, str]]:
+    header = trace.header
+    if header.label:
+        yield "label", header.label
+    yield "program", " ".join(header.program)
+    rank = f", rank {header.rank} of {header.world_size}" if header.world_size else ""
+    yield "ran with", f"torch {header.torch}, {header.device}{rank}, {header.created}"
+    leaves: Counter[str] = Counter(leaf.kind for leaf in trace.leaves if leaf.kind != "alive")
+    yield "leaves", _tally(leaves) or "none"
+    marks = Counter(mark.kind for mark in trace.marks)
+    if marks:
+        yield "marks", _tally(marks)
+    if trace.footer is not None:
+        for failure in trace.footer.failures:
+            yield (
+                "failure",
+                f"opdrift itself failed at {failure.get('where')}: {failure.get('error')} (x{failure.get('count')})",
+            )
+        for note in trace.footer.notes:
+            yield "note", note
+
+
+def _tally(counts: Counter[str]) -> str:
+    return ", ".join(f"{count(n)} {word}" for word, n in counts.most_common())
+
+
+def _modules(page: Page, trace: Trace) -> None:
+    calls = trace.calls
+    tops = {call.id: _top(call.path) for call in calls}
+    number = np.bincount(trace.ops.call, minlength=len(calls))
+    spent = np.bincount(trace.ops.call, weights=trace.ops.duration, minlength=len(calls))
+    ops: dict[str, int] = {}
+    times: dict[str, float] = {}
+    for call in calls:
+        if number[call.id]:
+            top = tops[call.id]
+            ops[top] = ops.get(top, 0) + int(number[call.id])
+            times[top] = times.get(top, 0.0) + float(spent[call.id])
+    page.heading("modules")
+    columns = (
+        Column("module", shorten=True),
+        Column("ops", "right", keep=8),
+        Column("ms", "right", keep=7),
+    )
+    rows = [(scope(top), count(n), f"{times[top] / 1e6:,.2f}") for top, n in ops.items()]
+    _table(page, columns, rows)
+
+
+def _top(path: str) -> str:
+    found = _TOP.match(path)
+    return found.group() if found else path
+
+
+def _frequent(page: Page, trace: Trace) -> None:
+    signatures, counts = np.unique(trace.ops.signature, return_counts=True)
+    names: Counter[str] = Counter()
+    for signature, n in zip(signatures.tolist(), counts.tolist(), strict=True):
+        names[trace.op_info(signature).name] += n
+    page.heading("most frequent ops")
+    _table(
+        page,
+        (Column("op"), Column("number", "right")),
+        [(name(op), count(n)) for op, n in names.most_common(_ROWS)],
+    )
+
+
+def _table(page: Page, columns: Sequence[Column], rows: Sequence[tuple[str, ...]]) -> None:
+    page.table(columns, rows[:_ROWS])
+    if len(rows) > _ROWS:
+        page.line(f"and {count(len(rows) - _ROWS)} more", "quiet", indent=2)
+
+
+def op_table(trace: Trace, ops: Sequence[int], screen: Screen) -> str:
+    """One line an op."""
+    page = Page(screen)
+    columns = (
+        Column("op", "right"),
+        Column("name", keep=8),
+        Column("module", keep=7, shorten=True),
+        Column("output", keep=5),
+        Column("digest", keep=6),
+        Column("us", "right", keep=4),
+    )
+    page.table(columns, [_row(trace, trace.op(i)) for i in ops], indent=0)
+    return page.render()
+
+
+def _row(trace: Trace, op: Op) -> tuple[str, ...]:
+    first = next((v for v in op.outputs if v), 0)
+    shown = digest(trace, first) if first else None
+    return (
+        count(op.seq),
+        name(op.name),
+        scope(op.call.path),
+        str(trace.meta(first)) if first else "",
+        shown[:_DIGITS] if shown else "",
+        f"{op.duration_ns / 1e3:,.1f}",
+    )
+
+
+def one_op(trace: Trace, op: Op, screen: Screen) -> str:
+    """Everything that is recorded of one op."""
+    page = Page(screen)
+    page.line(
+        f"op {count(op.seq)} of {count(len(trace.ops))} ({op.phase}): {name(op.name)}",
+        "strong",
+        hang=2,
+    )
+    page.line()
+    module = scope(op.call.path) + (f" ({name(op.call.type)})" if op.call.type else "")
+    where = [f"{module}, call {count(op.call.number)}" + (", training" if op.call.training else "")]
+    if op.source is not None:
+        where.append(readable(str(op.source)))
+    page.field("where", where)
+    plain = [f"{name(n)}={_argument(a)}" for n, a in op.signature.arguments if not _is_tensor(a)]
+    if plain:
+        page.field("arguments", (", ".join(plain),))
+    for label, values in (("inputs", op.inputs), ("outputs", op.outputs)):
+        lines = [
+            line
+            for position, value in enumerate(values)
+            for line in _value(trace, op, label, position, value)
+        ]
+        page.field(label, lines or ["none"])
+    words = flag_words(op.flags)
+    if words:
+        page.field("flags", (", ".join(words),))
+    page.field("ran", (f"{op.duration_ns / 1e3:,.1f} us on thread {op.thread}",))
+    if op.rng:
+        page.field("random", (f"generator state {op.rng:016x} before it",))
+    return page.render()
+
+
+def _is_tensor(argument: Argument) -> bool:
+    if isinstance(argument, tuple):
+        return any(_is_tensor(a) for a in argument)
+    return isinstance(argument, TensorArgument)
+
+
+def _argument(argument: Argument) -> str:
+    if isinstance(argument, tuple):
+        return f"[{', '.join(map(_argument, argument))}]"
+    return readable(str(argument))
+
+
+def _value(trace: Trace, op: Op, label: str, position: int, value: int) -> Iterator[str]:
+    if not value:
+        yield f"{position}  none"
+        return
+    written = " (written in place)" if label == "outputs" and position < op.mutated else ""
+    yield f"{position}  {trace.meta(value)}{_made_by(trace, op, value)}{written}"
+    yield f"   {content(trace, value)}"
+
+
+def _made_by(trace: Trace, op: Op, value: int) -> str:
+    maker = int(trace.producer[value])
+    if maker == op.index:
+        return ""
+    if maker >= 0:
+        made = trace.op(maker)
+        return f" from op {count(made.seq)}, {name(made.name)}"
+    names = [leaf.name for leaf in trace.leaves if leaf.value == value and leaf.name]
+    return f" {name(names[0])}" if names else " a leaf without a name"
+
+
+def content(trace: Trace, value: int) -> str:
+    """A value's statistics in one line."""
+    fingerprint = trace.fingerprint(value)
+    if fingerprint is None:
+        maker = int(trace.producer[value])
+        view = maker >= 0 and trace.op_info(int(trace.ops.signature[maker])).view
+        return "a view: its content is that of what it views" if view else "no fingerprint"
+    bad = [
+        f"{count(n)} {word}"
+        for n, word in (
+            (fingerprint.nan, "NaN"),
+            (fingerprint.pinf, "inf"),
+            (fingerprint.ninf, "-inf"),
+        )
+        if n
+    ]
+    span = f"{size(fingerprint.min)} to {size(fingerprint.max)}, norm {size(float(np.sqrt(fingerprint.ssq)))}"
+    return ", ".join([f"digest {fingerprint.raw:016x}", span, *bad])
+
+
+def leaf_report(trace: Trace, leaves: Sequence[Leaf], screen: Screen) -> str:
+    """Each leaf's content over time, and where it came from."""
+    page = Page(screen)
+    lineage = Lineage(trace)
+    by_name: dict[tuple[str, str], list[Leaf]] = {}
+    for leaf in leaves:
+        by_name.setdefault((leaf.name, leaf.kind), []).append(leaf)
+    for number, ((leaf_name, kind), seen) in enumerate(by_name.items()):
+        if number:
+            page.line()
+        title = name(leaf_name) if leaf_name else "a leaf without a name"
+        page.line(f"{title}  {kind} {trace.meta(seen[0].value)}", "strong", hang=2)
+        page.field("content", [_sighting(trace, leaf) for leaf in seen])
+        page.field("made", _origins(lineage, seen))
+    return page.render()
+
+
+def _origins(lineage: Lineage, seen: Sequence[Leaf]) -> list[str]:
+    """How each content of a leaf came to be; a content that came the same way is said once."""
+    lines: list[str] = []
+    for leaf in seen:
+        line = _came_from(lineage.of(leaf.value))
+        if line not in lines:
+            lines.append(line)
+    return lines
+
+
+def _came_from(found: Provenance) -> str:
+    if found.op is None:
+        kinds = {
+            "hidden": "changed, and no recorded op wrote it",
+            "uninitialised": "memory that nothing had written",
+        }
+        return kinds.get(found.kind, "was there before the recording, and no recorded op wrote it")
+    wrote = f"last written by {name(found.op)} (op {count(found.seq or 0)})"
+    source = f", {readable(found.source)}" if found.source else ""
+    if len(found.chain) <= 1 and found.root_name is None:
+        return wrote + source
+    ends = (
+        f"the leaf {name(found.root_name)}"
+        if found.root_name is not None
+        else f"{name(found.first_op or found.kind)}"
+    )
+    middle = f" through {count(len(found.chain))} ops" if len(found.chain) > 1 else ""
+    casts = f", cast {' <- '.join(map(name, found.casts))}" if len(found.casts) > 1 else ""
+    return f"{wrote}{source}: {found.kind} from {ends}{middle}{casts}"
+
+
+_WHEN: Final = {
+    "entry": "on entry",
+    "use": "at first use",
+    "changed": "changed with no recorded op",
+    "gather": "gathered",
+    "return": "returned",
+    "exit": "at exit",
+}
+
+
+def _sighting(trace: Trace, leaf: Leaf) -> str:
+    when = _WHEN.get(leaf.when, leaf.when)
+    after = f" after op {count(leaf.seq)}" if leaf.seq else ""
+    return f"{when}{after}: {content(trace, leaf.value)}"
+
+
+def finding_report(findings: Sequence[Finding], screen: Screen) -> str:
+    """Each finding with its evidence and remedy."""
+    page = Page(screen)
+    if not findings:
+        page.line(
+            "nothing found: no hidden write, no uninitialised read, no NaN or infinity, no bad gather",
+            "good",
+        )
+        return page.render()
+    page.line(plural(len(findings), "finding"), "bad")
+    for finding in findings:
+        page.line()
+        page.line(_place(finding), "strong", indent=2)
+        for field in card.why(finding.cause):
+            page.field(field.label, field.lines, field.tone)
+    return page.render()
+
+
+def _place(finding: Finding) -> str:
+    parts = [finding.kind]
+    if finding.name:
+        parts.append(name(finding.name))
+    if finding.op:
+        parts.append(name(finding.op))
+    parts.append(f"in {scope(finding.module)}")
+    if finding.seq is not None:
+        parts.append(f"op {count(finding.seq)}")
+    if finding.step is not None:
+        parts.append(f"step {count(finding.step)}")
+    if finding.rank is not None:
+        parts.append(f"rank {finding.rank}")
+    return ", ".join(parts)
+
+
+def _short(finding: Finding) -> str:
+    return f"{_place(finding)}: {readable(finding.cause.summary)}"
