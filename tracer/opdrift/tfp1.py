@@ -23,7 +23,9 @@ VERSION: Final = 1
 P: Final = (1 << 61) - 1
 """The modulus, a Mersenne prime: reduction is a shift and an addition."""
 R: Final = 0x05A49CFDA2BABFD3
-"""The base: splitmix64("tfp1" + 2) mod P, a primitive root, so no two positions below P - 1 weigh the same."""
+"""The base: splitmix64("tfp1" as a little-endian integer, + 2) mod P.
+
+A primitive root: its order is P - 1, so below 2**61 - 2 no two positions weigh the same."""
 R_INVERSE: Final = pow(R, P - 2, P)
 SIGN_SEED: Final = 0x7466703173676E00
 SAMPLE_SEED: Final = 0x7466703170736E00
