@@ -1,0 +1,281 @@
+"""Say which values of a trace have the same content as values of another, without comparing bytes.
+
+A value that was fingerprinted is known by its digest. A view is not fingerprinted: it is known by the
+digest of a value in the same storage at the same write, together with where it lies in it or with the
+view ops that led to it. What was written piece by piece is known by its pieces.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from opdrift.tokens import OpTokens, Words, counted_inputs, mix, op_tokens, word
+from opdrift.tracefile.reader import Ints, Trace
+
+Flags = npt.NDArray[np.bool_]
+
+#: Views of views of views: deeper chains than this are left unknown.
+_DEEPEST_VIEW = 64
+_UNWRITTEN = word("memory that nothing has written")
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """The storages of a trace at each write count, numbered; a state is what an op can read.
+
+    Attributes:
+        of: State of each value.
+        writer: Op index that brought the storage to this state; -1 for leaves.
+        before: The state of the same storage before it, -1 for the first one seen.
+        first_read: Op index that first took a value of this state as input; the number of ops if none.
+        base: The largest fingerprinted value in this state, -1 if none.
+    """
+
+    of: Ints
+    writer: Ints
+    before: Ints
+    first_read: Ints
+    base: Ints
+
+
+class Contents:
+    """Columns over the values of one trace; `trace` and `tokens` are those they were made of."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.tokens: OpTokens = op_tokens(trace)
+        self.states = _states(trace, self.tokens)
+
+    @cached_property
+    def counted(self) -> Flags:
+        """Per element of the ops' inputs, whether its op looks at the content."""
+        return counted_inputs(self.trace, self.tokens)
+
+    @cached_property
+    def producer(self) -> Ints:
+        """Op index that first returned or wrote each value; -1 for leaves and for values known before."""
+        ops, states = self.trace.ops, self.states
+        first_read = np.full(len(states.of), len(ops), np.int64)
+        values = ops.inputs.values
+        first_read[values[::-1]] = ops.inputs.rows()[::-1]
+        # A value that was read before an op returned it is an alias that this op passed on.
+        made = self.trace.producer
+        return np.where((made >= 0) & (first_read <= made), -1, made)
+
+    @cached_property
+    def output_slot(self) -> Ints:
+        """Which output of its producer each value is; -1 for leaves."""
+        outputs = self.trace.ops.outputs
+        found = np.full(len(self.states.of), -1, np.int64)
+        within = np.arange(len(outputs.values)) - outputs.offsets[outputs.rows()]
+        found[outputs.values[::-1]] = within[::-1]
+        return np.where(self.producer >= 0, found, -1)
+
+    @cached_property
+    def root_slot(self) -> Ints:
+        """Which output of its writer each value's storage is; -1 for leaves."""
+        first = np.full(len(self.states.writer), -1, np.int64)
+        made = np.flatnonzero(
+            (self.producer >= 0) & (self.producer == self.states.writer[self.states.of])
+        )
+        first[self.states.of[made][::-1]] = self.output_slot[made][::-1]
+        return first[self.states.of]
+
+    @cached_property
+    def view_parent(self) -> Ints:
+        """The value that a view was taken of; -1 for values that are no views of an op's input."""
+        ops, state = self.trace.ops, self.states.of
+        found = np.full(len(state), -1, np.int64)
+        made = np.flatnonzero(self.producer >= 0)
+        op = self.producer[made]
+        has_input = np.diff(ops.inputs.offsets)[op] > 0
+        made, op = made[has_input], op[has_input]
+        source = ops.inputs.values[ops.inputs.offsets[op]]
+        alias = (state[source] == state[made]) & (source != made)
+        found[made[alias]] = source[alias]
+        return found
+
+    @cached_property
+    def layout(self) -> Words:
+        """Shape and dtype of each value as a word; strides and devices do not count."""
+        used, inverse = np.unique(self.trace.values.meta, return_inverse=True)
+        metas = [self.trace.meta_of(int(m)) if m else None for m in used]
+        words = [0 if m is None else word(f"{m.dtype}{m.shape}") for m in metas]
+        return np.array(words, np.uint64)[inverse]
+
+    @cached_property
+    def by_place(self) -> Words:
+        """Content words from digests and places in memory; 0 where nothing is known."""
+        values, fingerprints = self.trace.values, self.trace.fingerprints
+        found = np.zeros(len(values.storage), np.uint64)
+        known = np.flatnonzero(values.fingerprint >= 0)
+        found[known] = mix(self._digest(known), self.layout[known])
+        base = np.where(self.states.of >= 0, self.states.base[self.states.of], -1)
+        rest = np.flatnonzero((values.fingerprint < 0) & (base >= 0))
+        covered = rest[self._covers(base[rest], rest)]
+        inside = base[covered]
+        shift = (values.offset[covered] - values.offset[inside]).astype(np.uint64)
+        where = mix(mix(self._geometry[inside], self._geometry[covered]), shift)
+        found[covered] = mix(self._digest(inside), where)
+        self._piecewise(found)
+        assert len(fingerprints) >= len(known)
+        return found
+
+    @cached_property
+    def by_lineage(self) -> Words:
+        """Content words from digests and the view ops that followed; 0 where nothing is known."""
+        values, parent = self.trace.values, self.view_parent
+        found = self.by_place.copy()
+        open_ = (values.fingerprint < 0) & (parent >= 0)
+        found[open_] = 0
+        rest = np.flatnonzero(open_)
+        for _ in range(_DEEPEST_VIEW):
+            ready = rest[found[parent[rest]] != 0]
+            if not len(ready):
+                break
+            how = mix(self.tokens.full[self.producer[ready]], self.output_slot[ready].astype(np.uint64))
+            found[ready] = mix(found[parent[ready]], how)
+            rest = rest[found[rest] == 0]
+        return found
+
+    @cached_property
+    def _geometry(self) -> Words:
+        """Shape, stride and dtype of each value as a word."""
+        used, inverse = np.unique(self.trace.values.meta, return_inverse=True)
+        metas = [self.trace.meta_of(int(m)) if m else None for m in used]
+        words = [0 if m is None else word(f"{m.dtype}{m.shape}{m.stride}") for m in metas]
+        return np.array(words, np.uint64)[inverse]
+
+    @cached_property
+    def _extent(self) -> tuple[Ints, Flags]:
+        """How many elements of memory each value spans, and whether it uses each exactly once."""
+        used, inverse = np.unique(self.trace.values.meta, return_inverse=True)
+        spans, dense = [], []
+        for ident in used:
+            meta = self.trace.meta_of(int(ident)) if ident else None
+            shape, stride = (meta.shape, meta.stride) if meta else ((), ())
+            count = math.prod(shape)
+            span = 1 + sum((n - 1) * abs(s) for n, s in zip(shape, stride, strict=False)) if count else 0
+            spans.append(span)
+            dense.append(span == count)
+        return np.array(spans, np.int64)[inverse], np.array(dense, np.bool_)[inverse]
+
+    @cached_property
+    def whole(self) -> Flags:
+        """Whether each value takes up all of its storage that was ever seen."""
+        offset, (span, dense) = self.trace.values.offset, self._extent
+        _, storage = np.unique(self.trace.values.storage, return_inverse=True)
+        end = np.zeros(int(storage.max(initial=0)) + 1, np.int64)
+        np.maximum.at(end, storage, offset + span)
+        return dense & (offset == 0) & (span == end[storage])
+
+    def _covers(self, outer: Ints, inner: Ints) -> Flags:
+        """Whether the memory of `outer` surely includes that of `inner` (values of one storage)."""
+        offset, (span, dense) = self.trace.values.offset, self._extent
+        inside = (offset[outer] <= offset[inner]) & (
+            offset[inner] + span[inner] <= offset[outer] + span[outer]
+        )
+        return inside & dense[outer] & (self._itemsize[outer] == self._itemsize[inner])
+
+    @cached_property
+    def _itemsize(self) -> Words:
+        """A word that is equal for values whose elements can be counted alike: the dtype."""
+        used, inverse = np.unique(self.trace.values.meta, return_inverse=True)
+        words = [word(self.trace.meta_of(int(m)).dtype) if m else 0 for m in used]
+        return np.array(words, np.uint64)[inverse]
+
+    def _digest(self, values: Ints) -> Words:
+        """The digests of fingerprinted values as words."""
+        row = self.trace.values.fingerprint[values]
+        prints = self.trace.fingerprints
+        size = prints.n[row].astype(np.uint64) << np.uint64(8)
+        return mix(prints.raw[row], size | prints.code[row].astype(np.uint64))
+
+    # ---- memory that was written in pieces -------------------------------------------------------------
+
+    def _piecewise(self, found: Words) -> None:
+        """Fill in values whose storage was written in parts: each part's content and place counts."""
+        parents = self.view_parent
+        open_ = np.flatnonzero((found == 0) & (self.trace.values.fingerprint < 0) & (parents < 0))
+        if not len(open_):
+            return
+        chains = _Chains(self, found)
+        for value in open_.tolist():
+            chain = chains.word(int(self.states.of[value]))
+            if chain:
+                place = np.array([self.trace.values.offset[value]], np.uint64)
+                what = mix(self._geometry[value : value + 1], place)
+                found[value] = mix(np.array([chain], np.uint64), what)[0]
+
+
+class _Chains:
+    """The content of a storage as the sequence of what was written into it."""
+
+    def __init__(self, contents: Contents, found: Words) -> None:
+        self._contents = contents
+        self._found = found
+        self._words: dict[int, int] = {-1: _UNWRITTEN}
+        known = np.flatnonzero(contents.trace.values.fingerprint >= 0)
+        self._pieces: dict[int, list[int]] = {}
+        for value, state in zip(known.tolist(), contents.states.of[known].tolist(), strict=True):
+            self._pieces.setdefault(state, []).append(value)
+
+    def word(self, state: int) -> int:
+        """A word for the content of a state; 0 where a piece of its history is not known."""
+        trail: list[int] = []
+        while state not in self._words:
+            trail.append(state)
+            state = int(self._contents.states.before[state])
+        found = self._words[state]
+        for each in reversed(trail):
+            found = self._words[each] = self._step(each, found)
+        return found
+
+    def _step(self, state: int, before: int) -> int:
+        """The content after the write that led to `state`."""
+        contents = self._contents
+        pieces = self._pieces.get(state, [])
+        writer = int(contents.states.writer[state])
+        if not pieces:
+            fresh = writer >= 0 and bool(contents.tokens.uninitialised[writer])
+            return _UNWRITTEN if fresh else 0
+        offsets = contents.trace.values.offset
+        for piece in sorted(pieces, key=lambda v: (int(offsets[v]), int(self._found[v]))):
+            if contents.whole[piece]:
+                before = _UNWRITTEN  # what was there before is gone
+            if before:
+                what = np.array([self._found[piece]]) ^ np.uint64(int(offsets[piece]) << 1)
+                before = int(mix(np.array([before], np.uint64), what)[0])
+        return before
+
+
+def _states(trace: Trace, tokens: OpTokens) -> States:
+    """Number the (storage, write count) pairs and find out who wrote them."""
+    values, ops = trace.values, trace.ops
+    key = (values.storage << 32) | values.write
+    unique, of = np.unique(key, return_inverse=True)
+    count = len(unique)
+    storage = unique >> 32
+    before = np.full(count, -1, np.int64)
+    same = np.flatnonzero(storage[1:] == storage[:-1]) + 1
+    before[same] = same - 1
+
+    first_read = np.full(count, len(ops), np.int64)
+    first_read[of[ops.inputs.values][::-1]] = ops.inputs.rows()[::-1]
+    first_made = np.full(count, -1, np.int64)
+    first_made[of[ops.outputs.values][::-1]] = ops.outputs.rows()[::-1]
+    # An op that reads a state cannot have made it: it returned a view or passed its input on.
+    writer = np.where((first_made >= 0) & (first_made < first_read), first_made, -1)
+    writer[of[0]] = -1
+
+    base = np.full(count, -1, np.int64)
+    known = np.flatnonzero(values.fingerprint >= 0)
+    order = known[np.argsort(trace.fingerprints.n[values.fingerprint[known]], kind="stable")]
+    base[of[order]] = order
+    assert len(tokens.full) == len(ops)
+    return States(of, writer, before, first_read, base)

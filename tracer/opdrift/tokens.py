@@ -1,0 +1,218 @@
+"""Name what ops do in numbers that mean the same in both traces."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from opdrift.records import Argument, OpInfo, Signature, TensorArgument
+from opdrift.tracefile.reader import Ints, Trace
+
+Words = npt.NDArray[np.uint64]
+
+#: In-place ops that do not look at what they overwrite: the old content of their first argument is no input.
+_OVERWRITING: Final = frozenset(
+    "copy_ fill_ zero_ set_ uniform_ normal_ bernoulli_ random_ exponential_ cauchy_ geometric_"
+    " log_normal_ _foreach_copy_ _foreach_zero_ one_".split()
+)
+#: Ops that take the layout of a tensor and nothing else.
+_LAYOUT_ONLY: Final = frozenset(
+    "empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty"
+    " new_empty_strided new_zeros new_ones new_full".split()
+)
+#: Arguments through which a caller says where the result shall go.
+_OUT_NAMES: Final = frozenset({"out", "out0", "out1", "out2", "out3"})
+_OLD: Final = np.uint64(0x9E3779B97F4A7C15)
+_A, _B = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+
+
+def word(text: str) -> int:
+    """A 64-bit name for a text, the same in every process; never 0."""
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") or 1
+
+
+def mix(a: Words, b: Words) -> Words:
+    """Combine words elementwise; the order of the arguments counts (splitmix64's finaliser)."""
+    x = a * _OLD + b
+    x = (x ^ (x >> np.uint64(30))) * _A
+    x = (x ^ (x >> np.uint64(27))) * _B
+    x ^= x >> np.uint64(31)
+    return np.where(x == 0, np.uint64(1), x)
+
+
+@dataclass(frozen=True, slots=True)
+class SignatureTokens:
+    """What is compared of a signature, from strict to loose; each a word.
+
+    Attributes:
+        full: Op, layouts without strides and devices, and every other argument.
+        shape: Op and layouts.
+        name: Op with its overload.
+        family: Op without overload and without the underscore of its in-place form.
+        settings: The non-tensor arguments alone.
+        slots: Names of the tensor arguments.
+        counted: Per tensor argument, whether the op looks at its content.
+        view, uninitialised, factory, seeded: As OpInfo says; a factory has no tensor to start from.
+    """
+
+    full: int
+    shape: int
+    name: int
+    family: int
+    settings: int
+    slots: tuple[str, ...]
+    counted: tuple[bool, ...]
+    view: bool
+    uninitialised: bool
+    factory: bool
+    seeded: bool
+
+
+def family(name: str) -> str:
+    """`aten.add_.Tensor` -> `aten.add`."""
+    parts = name.split(".")
+    head = ".".join(parts[:2])
+    return head[:-1] if head.endswith("_") and not head.endswith("__") else head
+
+
+def base(name: str) -> str:
+    """`aten.add_.Tensor` -> `add_`: the op without namespace and overload."""
+    parts = name.split(".")
+    return parts[1] if len(parts) > 1 else name
+
+
+def slots(signature: Signature) -> tuple[str, ...]:
+    """Names of the tensor arguments in the order of an op's inputs: `mat1`, `tensors[0]`."""
+    found: list[str] = []
+    for name, argument in signature.arguments:
+        _slots(name, argument, found)
+    return tuple(found)
+
+
+def _slots(name: str, argument: Argument, found: list[str]) -> None:
+    if isinstance(argument, TensorArgument):
+        found.append(name)
+    elif isinstance(argument, tuple):
+        for i, each in enumerate(argument):
+            _slots(f"{name}[{i}]", each, found)
+
+
+def tokens_of(signature: Signature) -> SignatureTokens:
+    """The tokens of one signature."""
+    info = signature.op
+    layouts = json.dumps([[n, _layout(a)] for n, a in signature.arguments if _has_tensor(a)])
+    settings = json.dumps([[n, _plain(a)] for n, a in signature.arguments if not _has_tensor(a)])
+    names = slots(signature)
+    return SignatureTokens(
+        full=word(f"{info.name}|{layouts}|{settings}"),
+        shape=word(f"{info.name}|{layouts}"),
+        name=word(info.name),
+        family=word(family(info.name)),
+        settings=word(settings),
+        slots=names,
+        counted=tuple(_counts(info, name) for name in names),
+        view=info.view and not info.mutates,
+        uninitialised=info.uninitialised,
+        factory=not info.seeded
+        and not info.uninitialised
+        and not any(_counts(info, name) for name in names)
+        and not info.mutates,
+        seeded=info.seeded,
+    )
+
+
+def _counts(info: OpInfo, slot: str) -> bool:
+    """Whether an op's result depends on the content of a tensor argument."""
+    name = base(info.name)
+    if name in _LAYOUT_ONLY or info.uninitialised:
+        return False
+    head = slot.partition("[")[0]
+    if head in info.mutates and (name in _OVERWRITING or head in _OUT_NAMES):
+        return False
+    # inductor's extern kernels and the `_out` forms write into `out` arguments of any name
+    return not (info.name.endswith("out") and head in info.mutates)
+
+
+def _has_tensor(argument: Argument) -> bool:
+    if isinstance(argument, TensorArgument):
+        return True
+    return isinstance(argument, tuple) and any(_has_tensor(a) for a in argument)
+
+
+def _layout(argument: Argument) -> object:
+    if isinstance(argument, TensorArgument):
+        return [argument.meta.dtype, argument.meta.shape]
+    return [_layout(a) for a in argument] if isinstance(argument, tuple) else _plain(argument)
+
+
+def _plain(argument: Argument) -> object:
+    """JSON that keeps 1, 1.0 and True apart."""
+    if isinstance(argument, tuple):
+        return [_plain(a) for a in argument]
+    if isinstance(argument, float):
+        return {"f": argument.hex()}
+    return argument if not isinstance(argument, TensorArgument) else _layout(argument)
+
+
+@dataclass(frozen=True, slots=True)
+class OpTokens:
+    """The tokens of every op of a trace, as columns, and the table of its signatures."""
+
+    table: dict[int, SignatureTokens]
+    full: Words
+    shape: Words
+    name: Words
+    family: Words
+    settings: Words
+    slots: Words
+    view: npt.NDArray[np.bool_]
+    uninitialised: npt.NDArray[np.bool_]
+    factory: npt.NDArray[np.bool_]
+    seeded: npt.NDArray[np.bool_]
+
+
+def op_tokens(trace: Trace) -> OpTokens:
+    """Tokens of all ops of a trace."""
+    used, inverse = np.unique(trace.ops.signature, return_inverse=True)
+    table = {int(s): tokens_of(trace.signature(int(s))) for s in used}
+    ordered = [table[int(s)] for s in used]
+
+    def words(values: list[int]) -> Words:
+        return np.array(values, np.uint64)[inverse]
+
+    def bits(values: list[bool]) -> npt.NDArray[np.bool_]:
+        return np.array(values, np.bool_)[inverse]
+
+    return OpTokens(
+        table=table,
+        full=words([t.full for t in ordered]),
+        shape=words([t.shape for t in ordered]),
+        name=words([t.name for t in ordered]),
+        family=words([t.family for t in ordered]),
+        settings=words([t.settings for t in ordered]),
+        slots=words([word("|".join(t.slots)) for t in ordered]),
+        view=bits([t.view for t in ordered]),
+        uninitialised=bits([t.uninitialised for t in ordered]),
+        factory=bits([t.factory for t in ordered]),
+        seeded=bits([t.seeded for t in ordered]),
+    )
+
+
+def counted_inputs(trace: Trace, tokens: OpTokens) -> npt.NDArray[np.bool_]:
+    """Per element of `trace.ops.inputs.values`, whether its op looks at the content."""
+    inputs = trace.ops.inputs
+    if all(all(t.counted) for t in tokens.table.values()):
+        return np.ones(len(inputs.values), np.bool_)
+    known = sorted(tokens.table)
+    lengths = np.array([len(tokens.table[s].counted) for s in known], np.int64)
+    flags = np.array([c for s in known for c in tokens.table[s].counted], np.bool_)
+    starts = np.cumsum(lengths) - lengths
+    rank = np.searchsorted(np.array(known, np.int64), trace.ops.signature)[inputs.rows()]
+    within = np.arange(len(inputs.values)) - inputs.offsets[inputs.rows()]
+    beyond = within >= lengths[rank]  # a list cut short in the record: take it as looked at
+    return np.where(beyond, True, flags[np.minimum(starts[rank] + within, len(flags) - 1)])
