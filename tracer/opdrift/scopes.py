@@ -9,7 +9,9 @@ from __future__ import annotations
 import inspect
 import itertools
 import json
+import re
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +22,7 @@ from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
 from opdrift.buffers import CALL, CALLS
+from opdrift.neutral import hide_from_dynamo
 from opdrift.sources import CALL_IMPL, Sources
 
 if TYPE_CHECKING:
@@ -38,6 +41,9 @@ def clean(path: str) -> str:
     if "_" not in path:
         return path
     return ".".join(part for part in path.split(".") if part not in WRAPPERS)
+
+
+_HOOK_WARNING: Final = ("ignore", re.compile(r"Using `torch\.compile\(module\)` when there are global hooks"), UserWarning, None, 0)
 
 
 def unwrapped(module: Module) -> Module:
@@ -105,6 +111,7 @@ class Scopes:
     def on(self) -> None:
         """Install the hooks."""
         if not self._handles:
+            self._silence_warning()
             self._handles = [
                 torch_modules.register_module_forward_pre_hook(self.enter),
                 # always_call: an exception in a child must not leave the stack unbalanced
@@ -116,6 +123,16 @@ class Scopes:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        if _HOOK_WARNING in warnings.filters:
+            warnings.filters.remove(_HOOK_WARNING)  # type: ignore[attr-defined]
+
+    def _silence_warning(self) -> None:
+        """Keep torch.compile from warning the user about hooks that are ours.
+
+        Written into the list itself: `warnings.filterwarnings` would make once-only warnings show again.
+        """
+        if not torch_modules._has_any_global_hook():
+            warnings.filters.insert(0, _HOOK_WARNING)  # type: ignore[attr-defined]
 
     # ---- names ---------------------------------------------------------------------------------------
 
@@ -234,6 +251,9 @@ class Scopes:
         finally:
             if t.stack:
                 t.call, t.source, t.path = t.stack.pop()
+
+
+hide_from_dynamo(Scopes.enter, Scopes.leave)
 
 
 def _keyword_arguments() -> Mapping[str, Any]:
