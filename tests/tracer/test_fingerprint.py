@@ -1,0 +1,847 @@
+"""Every engine writes the fingerprint that the specification defines, and reads nothing it must not."""
+
+import importlib.util
+import itertools
+import math
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from opdrift import tfp1
+from opdrift.errors import InvalidOptionError
+from opdrift.fingerprint import (
+    ENGINES,
+    LARGE,
+    ROW,
+    Engine,
+    can_fingerprint,
+    compiled,
+    load_engine,
+    plain,
+)
+from opdrift.tfp1 import Code
+
+EXACT = (
+    "raw",
+    "n",
+    "min",
+    "max",
+    "absmax",
+    "nan",
+    "pinf",
+    "ninf",
+    "zero",
+    "sub",
+    "version",
+    "code",
+    "flags",
+)
+EDGES = (0, 1, 2, 31, 32, 33, 63, 64, 65, 511, 512, 513, 4095, 4096, 4097, 8192 + 77)
+COMPONENT_DTYPE = {
+    torch.complex32: torch.float16,
+    torch.complex64: torch.float32,
+    torch.complex128: torch.float64,
+}
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    *(getattr(torch, name) for name in tfp1.FP8_FORMATS),
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.int16,
+    torch.uint16,
+    torch.int32,
+    torch.uint32,
+    torch.int64,
+    torch.uint64,
+    *COMPONENT_DTYPE,
+)
+CODES = {
+    torch.float32: Code.F32,
+    torch.float64: Code.F64,
+    torch.float16: Code.F16,
+    torch.bfloat16: Code.BF16,
+    torch.int8: Code.I8,
+    torch.uint8: Code.U8,
+    torch.bool: Code.U8,
+    torch.int16: Code.I16,
+    torch.uint16: Code.U16,
+    torch.int32: Code.I32,
+    torch.uint32: Code.U32,
+    torch.int64: Code.I64,
+    torch.uint64: Code.U64,
+}
+
+
+def engine_called(name: str) -> Engine:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OPDRIFT_FINGERPRINT", name)
+        return load_engine()
+
+
+def engines() -> Iterator[Engine]:
+    """Every engine this machine has; NumPy always, the compiled ones where there was a compiler."""
+    for name in ENGINES:
+        try:
+            yield engine_called(name)
+        except InvalidOptionError:
+            continue
+
+
+AVAILABLE = tuple(engines())
+every_engine = pytest.mark.parametrize(
+    "engine", AVAILABLE, ids=[e.name.split(" (")[1][:-1] for e in AVAILABLE]
+)
+
+
+def tensor_of(dtype: torch.dtype, n: int, seed: int = 0) -> torch.Tensor:
+    """Values of all sizes; for floats also NaN, infinities, both zeros and a subnormal."""
+    make = torch.Generator().manual_seed(seed)
+    if dtype in COMPONENT_DTYPE:
+        return torch.view_as_complex(tensor_of(COMPONENT_DTYPE[dtype], 2 * n, seed).view(n, 2))
+    if dtype is torch.bool:
+        return torch.randint(0, 2, (n,), generator=make).bool()
+    if not dtype.is_floating_point or dtype.itemsize == 1:
+        return (
+            torch.randint(0, 256, (n * dtype.itemsize,), generator=make).to(torch.uint8).view(dtype)
+        )
+    spread = torch.exp(3 * torch.randn(n, dtype=torch.float64, generator=make))
+    x = (spread * torch.randn(n, dtype=torch.float64, generator=make)).to(dtype)
+    if n > 20:
+        subnormal = torch.finfo(dtype).tiny / 4
+        special = torch.tensor(
+            [math.nan, math.inf, -math.inf, 0.0, -0.0, subnormal], dtype=torch.float64
+        )
+        x[torch.randperm(n, generator=make)[:6]] = special.to(dtype)
+    return x
+
+
+def specification(x: torch.Tensor) -> dict[str, object]:
+    """The row by the specification, in Python integers and floats; x is 1-dimensional and real."""
+    code = Code.FP8 if "float8" in str(x.dtype) else CODES[x.dtype]
+    name = str(x.dtype).removeprefix("torch.")
+    bits = x.view(
+        {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}[code.bytes]
+    ).tolist()
+    values = [float(tfp1.component_value(b, code, name)) for b in bits]
+    finite = [v for v in values if math.isfinite(v)]
+    normal = torch.finfo(x.dtype).smallest_normal if code.is_float and "e8m0" not in name else 0.0
+    sketch = np.zeros(64)
+    for i, value in enumerate(values):
+        if math.isfinite(value):
+            bucket, sign = tfp1.sketch_slot(i)
+            sketch[bucket] += sign * value
+    return {
+        "raw": tfp1.raw_of(bits, code.bytes),
+        "n": len(bits),
+        "min": min(finite, default=math.inf) + 0.0,
+        "max": max(finite, default=-math.inf) + 0.0,
+        "absmax": max(map(abs, finite), default=0.0),
+        "sum": math.fsum(finite),
+        "ssq": math.fsum(v * v for v in finite),
+        "nan": sum(map(math.isnan, values)),
+        "pinf": values.count(math.inf),
+        "ninf": values.count(-math.inf),
+        "zero": values.count(0.0),
+        "sub": sum(0 < abs(v) < normal for v in values),
+        "sketch": sketch,
+        "sample": [bits[k] for k in tfp1.sample_positions(len(bits))],
+        "version": 1,
+        "code": code,
+        "flags": 15,
+    }
+
+
+def sketch_of(row: np.void) -> np.ndarray:
+    wide = Code(row["code"]).bytes >= 4
+    return row["sketch"].view(np.float64 if wide else np.float32).astype(np.float64)
+
+
+def assert_row_is(row: np.void, wanted: dict[str, object]) -> None:
+    """Exact fields bit by bit, sums and sketch to the specification's tolerance."""
+    assert {name: row[name].item() for name in EXACT} == {name: wanted[name] for name in EXACT}
+    sample = wanted["sample"]
+    assert row["sample"].tolist() == sample + [0] * (32 - len(sample))
+    norm = math.sqrt(wanted["ssq"])
+    assert row["sum"] == pytest.approx(
+        wanted["sum"], rel=1e-9, abs=1e-9 * norm * math.sqrt(len(sample) + 1)
+    )
+    assert row["ssq"] == pytest.approx(wanted["ssq"], rel=1e-9)
+    sketch, tolerance = wanted["sketch"], 2e-7
+    if Code(wanted["code"]).bytes >= 4:
+        sketch, tolerance = sketch[:32] + sketch[32:], 1e-9
+    else:
+        with np.errstate(over="ignore"):  # e8m0 reaches 2**127: "estimate unavailable"
+            sketch = sketch.astype(np.float32)
+    np.testing.assert_allclose(sketch_of(row), sketch, rtol=tolerance, atol=tolerance * norm)
+
+
+def assert_same(left: np.void, right: np.void) -> None:
+    """All that every engine must agree on exactly, and the rest within tolerance."""
+    assert [left[name] for name in EXACT] == [right[name] for name in EXACT]
+    assert left["sample"].tolist() == right["sample"].tolist()
+    norm = math.sqrt(left["ssq"])
+    assert left["sum"] == pytest.approx(right["sum"], rel=1e-9, abs=1e-9 * norm * 32)
+    assert left["ssq"] == pytest.approx(right["ssq"], rel=1e-9)
+    np.testing.assert_allclose(sketch_of(left), sketch_of(right), rtol=2e-7, atol=2e-7 * norm)
+
+
+# -- the specification -----------------------------------------------------------------------------
+
+
+@every_engine
+@pytest.mark.parametrize(
+    ("tensor", "raw"),
+    [
+        (torch.arange(8, dtype=torch.float32), 0x15599BA5A616DD0F),
+        (torch.arange(8).bfloat16(), 0x1BA1F5599BA5A616),
+        (torch.arange(8) - 4, 0x05CF018C9A7C7924),
+        (torch.arange(256).to(torch.uint8), 0x1DCC24EB2F604662),
+        (torch.tensor([True, False, True]), 0x0BAFF1EBC727AAFF),
+        (torch.tensor([1 + 2j, 3 - 4j]), 0x126B7B2B18758EA4),
+        (torch.ones(100_000), 0x13603794BEDE10CA),
+        (torch.empty(0), 0),
+        (torch.tensor([-0.0, math.nan], dtype=torch.float64), 0x04D3EA896007E966),
+    ],
+    ids=lambda value: str(value.dtype) if isinstance(value, torch.Tensor) else "",
+)
+def test_the_published_vectors_hold(engine, tensor, raw):
+    """The specification's table, through each engine."""
+    assert engine.fingerprint(tensor)["raw"] == raw
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_engine_follows_the_specification_at_every_edge(dtype):
+    """All dtypes, at sizes around the edges of sample, row, scalar path and chunk."""
+    for n in EDGES:
+        tensor = tensor_of(dtype, n)
+        components = torch.view_as_real(tensor).reshape(-1) if tensor.is_complex() else tensor
+        wanted = specification(components)
+        for engine in AVAILABLE:
+            assert_row_is(engine.fingerprint(tensor), wanted)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool], ids=str
+)
+def test_engines_agree_on_tensors_of_many_chunks(dtype):
+    """Beyond the number of rows after which the digest's lanes are flushed, and of blocks in NumPy."""
+    tensor = tensor_of(dtype, 200_003)
+    rows = [engine.fingerprint(tensor) for engine in AVAILABLE]
+
+    for row in rows[1:]:
+        assert_same(row, rows[0])
+    assert rows[0]["sample"].tolist() == specification_sample(tensor)
+
+
+def specification_sample(tensor: torch.Tensor) -> list[int]:
+    width = tensor.element_size()
+    bits = tensor.view({1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}[width])
+    return bits[list(tfp1.sample_positions(len(tensor)))].tolist()
+
+
+@every_engine
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str
+)
+@pytest.mark.parametrize("fill", [math.nan, math.inf, -math.inf])
+def test_non_finite_values_do_not_hide_the_others(engine, dtype, fill):
+    """Chunks that are wholly, half (a causal mask) or nearly non-finite."""
+    whole = torch.full((5000,), fill, dtype=dtype)
+    half = tensor_of(dtype, 5000)
+    half[::2] = fill
+    for tensor in (whole, half, whole.index_fill(0, torch.tensor([4999]), -3.0)):
+        assert_row_is(engine.fingerprint(tensor), specification(tensor))
+
+
+@every_engine
+def test_float64_values_whose_sum_overflows_are_finite(engine):
+    """An infinite or NaN sum is no sign of a non-finite value."""
+    tensor = torch.tensor([1.7e308, 1.7e308, -1.7e308, -1.7e308] * 50, dtype=torch.float64)
+    row = engine.fingerprint(tensor)
+
+    assert (row["min"], row["max"], row["nan"], row["pinf"], row["ninf"]) == (
+        -1.7e308,
+        1.7e308,
+        0,
+        0,
+        0,
+    )
+
+
+@every_engine
+def test_large_tensors_take_the_same_path_without_the_gil(engine):
+    """put_large writes what put writes, from many threads at once."""
+    tensor = tensor_of(torch.float32, 2 * LARGE)
+    rows = np.zeros(5, ROW)
+    arguments = (tensor.data_ptr(), tensor.numel(), engine.kinds[tensor.dtype], 42)
+    engine.put(rows[0:].ctypes.data, *arguments)
+    threads = [
+        threading.Thread(target=engine.put_large, args=(rows[k:].ctypes.data, *arguments))
+        for k in range(1, 5)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert all(row.tobytes() == rows[0].tobytes() for row in rows)
+    assert rows[0]["value"] == 42
+
+
+@every_engine
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8], ids=str
+)
+def test_the_digest_alone_is_the_rows_digest(engine, dtype):
+    """raw() is what re-checks use; it must be the same number."""
+    for n in (0, 5, 600, 70_001):
+        tensor = tensor_of(dtype, n)
+        alone = engine.raw(tensor.data_ptr(), n, engine.kinds[dtype])
+
+        assert alone == engine.fingerprint(tensor)["raw"]
+
+
+# -- layouts and types -----------------------------------------------------------------------------
+
+LAYOUTS = {
+    "transposed": lambda x: x.view(100, 130).t(),
+    "permuted": lambda x: x.view(10, 13, 100).permute(2, 0, 1),
+    "channels_last": lambda x: x.view(10, 13, 10, 10).to(memory_format=torch.channels_last),
+    "strided": lambda x: x.view(100, 130)[::2, 1::3],
+    "expanded": lambda x: x.view(100, 130)[:, 5:6].expand(100, 64),
+    "offset": lambda x: x[777:9000],
+    "scalar": lambda x: x[3],
+    "broadcast scalar": lambda x: x[3].expand(50, 7),
+}
+
+
+@every_engine
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64], ids=str
+)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layout_does_not_matter(engine, dtype, layout):
+    """Row-major order of the shape counts, not memory."""
+    tensor = LAYOUTS[layout](tensor_of(dtype, 13_000))
+    copy = tensor.contiguous().clone()
+
+    assert engine.fingerprint(tensor).tobytes() == engine.fingerprint(copy).tobytes()
+
+
+@every_engine
+def test_lazy_conjugates_and_negatives_are_resolved(engine):
+    """The bits of the value count, not those in memory."""
+    z = tensor_of(torch.complex64, 1000)
+    for lazy, eager in (
+        (z.conj(), z.conj_physical()),
+        (z.conj().imag, -z.imag),
+        (z.conj().t(), z.conj_physical()),
+    ):
+        assert engine.fingerprint(lazy).tobytes() == engine.fingerprint(eager).tobytes()
+
+
+@every_engine
+@pytest.mark.parametrize(
+    "dtype", [torch.uint4, torch.int3, torch.float4_e2m1fn_x2, torch.bits16], ids=str
+)
+def test_types_without_numbers_are_bytes(engine, dtype):
+    """Digest and sample of the bytes, and flags that say that there are no statistics."""
+    data = torch.arange(64, dtype=torch.uint8)
+    row = engine.fingerprint(data.view(dtype))
+
+    assert row["raw"] == engine.fingerprint(data)["raw"]
+    assert (row["code"], row["n"], row["flags"]) == (Code.RAW, 64, 9)
+    assert row["sample"].tolist() == [data[k] for k in tfp1.sample_positions(64)]
+
+
+@every_engine
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+def test_quantised_tensors_are_their_stored_bytes(engine):
+    """Scale and zero point are no content."""
+    x = torch.linspace(-1, 1, 50)
+    quantised = torch.quantize_per_tensor(x, 0.01, 3, torch.qint8)
+    row = engine.fingerprint(quantised)
+
+    assert row["raw"] == engine.fingerprint(quantised.int_repr())["raw"]
+    assert row["code"] == Code.RAW
+
+
+@every_engine
+@pytest.mark.parametrize(
+    "shape", [(1, 6, 1155), (6, 5, 231), (42, 33, 5), (330, 21, 1), (3, 4, 0), (0, 4, 3)]
+)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8], ids=str
+)
+def test_items_of_a_batch_have_the_rows_of_tensors_of_their_own(engine, shape, dtype):
+    """Item b of an (outer, batch, inner) tensor is what a run with batch 1 records."""
+    tensor = tensor_of(dtype, math.prod(shape)).view(shape)
+    outer, batch, inner = shape
+    rows = np.zeros(batch, ROW)
+    engine.put_batch(
+        rows.ctypes.data, tensor.data_ptr(), outer, batch, inner, engine.kinds[dtype], 7
+    )
+
+    assert rows["item"].tolist() == list(range(batch))
+    assert set(rows["value"].tolist()) == {7}
+    for item in range(batch):
+        assert_same(rows[item], engine.fingerprint(tensor[:, item]))
+
+
+# -- composition and collisions --------------------------------------------------------------------
+
+
+@given(
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.uint8]),
+    st.integers(0, 9000),
+    st.lists(st.floats(0, 1), max_size=4),
+    st.integers(0, 70),
+)
+@settings(max_examples=60, deadline=None)
+def test_shards_compose_into_the_gathered_tensor(dtype, n, cuts, padding):
+    """Digests of parts cut anywhere give the whole, with zero padding at the end or without."""
+    engine = AVAILABLE[0]
+    tensor = tensor_of(dtype, n)
+    edges = [0, *sorted(int(cut * n) for cut in cuts), n]
+    parts = [tensor[a:b] for a, b in itertools.pairwise(edges)]
+    width = dtype.itemsize
+    composed = tfp1.concat(
+        (int(engine.fingerprint(p)["raw"]), tfp1.digits(len(p), width)) for p in parts
+    )
+    padded = torch.cat([tensor, torch.zeros(padding, dtype=dtype)])
+
+    assert composed == engine.fingerprint(tensor)["raw"] == engine.fingerprint(padded)["raw"]
+
+
+N = 4096
+RANDOM = np.random.default_rng(7)
+NORMAL = RANDOM.standard_normal(N).astype(np.float32)
+
+
+def changed(x: np.ndarray, *indices: int, xor: int = 0, add: int = 0) -> np.ndarray:
+    """A copy whose bit patterns at the indices are xored and added to."""
+    copy = x.copy()
+    bits = copy.view({2: np.uint16, 4: np.uint32, 8: np.uint64, 1: np.uint8}[copy.itemsize])
+    for i in indices:
+        bits[i] = (int(bits[i]) ^ xor) + add
+    return copy
+
+
+def two(rng: np.random.Generator, n: int = N) -> tuple[int, int]:
+    i, j = rng.choice(n, 2, replace=False)
+    return int(i), int(j)
+
+
+def swapped(x: np.ndarray, i: int, j: int) -> np.ndarray:
+    copy = x.copy()
+    copy[[i, j]] = x[[j, i]]
+    return copy
+
+
+def parity(levels: tuple[int, ...], n: int) -> np.ndarray:
+    """0 and 1 by the parity of some bits of the index: what weights mod 2**64 cannot tell apart."""
+    index = np.arange(n)
+    return np.bitwise_xor.reduce([(index >> level) & 1 for level in levels])
+
+
+def one_hot(i: int) -> np.ndarray:
+    x = np.zeros(N, np.float32)
+    x[i] = 1
+    return x
+
+
+DOUBLE = NORMAL.astype(np.float64)
+BFLOAT = (NORMAL.view(np.uint32) >> 16).astype(np.uint16)
+SQUARE = NORMAL.reshape(64, 64)
+LOWER = np.tril(np.ones((64, 64), bool))
+RANGE = np.arange(N)
+FAMILIES = {
+    "two sign flips": lambda: (
+        (NORMAL, changed(NORMAL, *two(RANDOM), xor=1 << 31)) for _ in range(300)
+    ),
+    "two sign flips, odd": lambda: (
+        (NORMAL, changed(NORMAL, 2 * i + 1, 2 * j + 1, xor=1 << 31))
+        for i, j in (two(RANDOM, N // 2) for _ in range(300))
+    ),
+    "two sign flips, float64": lambda: (
+        (DOUBLE, changed(DOUBLE, *two(RANDOM), xor=1 << 63)) for _ in range(300)
+    ),
+    "four sign flips, 16 bits": lambda: (
+        (BFLOAT, changed(BFLOAT, *RANDOM.choice(N, 4, replace=False).tolist(), xor=1 << 15))
+        for _ in range(300)
+    ),
+    "swaps": lambda: ((NORMAL, swapped(NORMAL, *two(RANDOM))) for _ in range(300)),
+    "row permutations": lambda: ((SQUARE, SQUARE[RANDOM.permutation(64)]) for _ in range(100)),
+    "column permutations": lambda: (
+        (SQUARE, SQUARE[:, RANDOM.permutation(64)]) for _ in range(100)
+    ),
+    "transpose": lambda: [
+        (SQUARE, SQUARE.T),
+        (LOWER, LOWER.T),
+        (RANGE.reshape(64, 64), RANGE.reshape(64, 64).T),
+    ],
+    "shifts": lambda: ((NORMAL, np.roll(NORMAL, k)) for k in range(1, 300)),
+    "one ulp": lambda: (
+        (NORMAL, changed(NORMAL, i, xor=1)) for i in RANDOM.choice(N, 300).tolist()
+    ),
+    "one ulp up, one down": lambda: (
+        (NORMAL, changed(changed(NORMAL, i, add=1), j, add=-1))
+        for i, j in (two(RANDOM) for _ in range(300))
+    ),
+    "bit flips": lambda: (
+        (NORMAL, changed(NORMAL, i, xor=1 << bit))
+        for i in RANDOM.choice(N, 12).tolist()
+        for bit in range(32)
+    ),
+    "fills": lambda: (
+        (np.full(N, a, np.float32), np.full(N, b, np.float32))
+        for a, b in [(0, 1), (0, -0.0), (1, -1), (1, 2), (2, 4), (0, 3.14), (np.nan, np.inf)]
+    ),
+    "multiples": lambda: [
+        (NORMAL, 2 * NORMAL),
+        (NORMAL, -NORMAL),
+        (NORMAL, 4 * NORMAL),
+        (NORMAL, 0 * NORMAL),
+    ],
+    "repeats": lambda: (
+        (
+            np.tile(np.repeat([a, 1 - a], p), N // (2 * p)),
+            np.tile(np.repeat([1 - a, a], p), N // (2 * p)),
+        )
+        for p in (1, 2, 4, 8, 64, 512, 2048)
+        for a in (np.float32(0), np.float32(1))
+    ),
+    "masks": lambda: [
+        (LOWER, ~LOWER),
+        (LOWER, np.tril(LOWER, -1)),
+        (np.eye(64, dtype=bool), np.eye(64, dtype=bool)[::-1]),
+        (np.zeros(N, bool), np.ones(N, bool)),
+    ],
+    "one-hots": lambda: ((one_hot(i), one_hot(j)) for i, j in (two(RANDOM) for _ in range(300))),
+    "ranges": lambda: [
+        (RANGE, RANGE[::-1]),
+        (RANGE, RANGE ^ 1),
+        (RANGE, np.roll(RANGE, 1)),
+        (RANGE, RANGE + 1),
+    ],
+    "Thue-Morse": lambda: (
+        (t.astype(kind), (1 - t).astype(kind))
+        for t in [parity(tuple(range(11)), 2048)]
+        for kind in (np.int64, np.float32)
+    ),
+    "parity over powers of two": lambda: (
+        (parity(levels, n) + np.float32(1.5), np.float32(2.5) - parity(levels, n))
+        for levels, n in [
+            ((10, 11), N),
+            ((6, 7, 8, 9, 10, 11), N),
+            ((15, 16), 1 << 17),
+            ((13, 14, 15, 16), 1 << 17),
+        ]
+    ),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_structured_changes_do_not_collide(family):
+    """Pairs that defeat XOR sums and weights modulo 2**64: all of them get different digests."""
+    engine = AVAILABLE[0]
+    pairs = collisions = 0
+    for left, right in FAMILIES[family]():
+        a, b = np.ascontiguousarray(left), np.ascontiguousarray(right)
+        if a.tobytes() == b.tobytes():
+            continue
+        pairs += 1
+        kind = {1: Code.U8, 2: Code.U16, 4: Code.F32, 8: Code.I64}[a.itemsize]
+        collisions += engine.raw(a.ctypes.data, a.size, kind) == engine.raw(
+            b.ctypes.data, b.size, kind
+        )
+
+    assert pairs > 0
+    assert collisions == 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bit", "half"),
+    [(torch.float32, 9, 0), (torch.bfloat16, 9, 0), (torch.float64, 40, 1), (torch.int64, 9, 0)],
+    ids=str,
+)
+def test_a_flipped_bit_is_located_from_two_rows(dtype, bit, half):
+    """Index and bit of a single change; the sketch is the witness that makes 32-bit digits sure."""
+    engine, n, index = AVAILABLE[0], 300_000, 123_456
+    left = torch.randn(n, generator=torch.Generator().manual_seed(1)).mul(1000).to(dtype)
+    right = left.clone()
+    bits = right.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize])
+    bits[index] ^= 1 << bit
+    a, b = engine.fingerprint(left), engine.fingerprint(right)
+    bucket = int(np.abs(sketch_of(a) - sketch_of(b)).argmax())
+
+    found = tfp1.locate_single_change(
+        int(a["raw"]), int(b["raw"]), tfp1.digits(n, dtype.itemsize), dtype.itemsize, bucket=bucket
+    )
+
+    assert found is not None
+    assert (found.index, found.half) == (index, half)
+    assert abs(found.delta) == 1 << (bit - 32 * half)
+
+
+# -- what must not be read, and what must not be disturbed -----------------------------------------
+
+
+def freed() -> torch.Tensor:
+    tensor = torch.ones(100)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def cut_short() -> torch.Tensor:
+    tensor = torch.ones(10, 10).t()[:, 5:]
+    tensor.untyped_storage().resize_(4 * 99)
+    return tensor
+
+
+def fake() -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.ones(3)
+
+
+UNREADABLE = {
+    "freed": (freed, "freed"),
+    "cut short": (cut_short, "freed"),
+    "meta": (lambda: torch.ones(3, device="meta"), "meta"),
+    "fake": (fake, "fake"),
+    "sparse": (lambda: torch.eye(3).to_sparse(), "layout"),
+    "nested": (
+        lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),
+        "NestedTensor",
+    ),
+    "functional": (lambda: torch._to_functional_tensor(torch.ones(2)), "functional"),
+}
+
+
+@pytest.mark.parametrize("case", UNREADABLE)
+def test_a_tensor_without_readable_memory_is_refused(case):
+    """The reason is told beforehand, and the same one is raised; reading would end the process."""
+    make, word = UNREADABLE[case]
+    tensor = make()
+
+    assert word in can_fingerprint(tensor)
+    with pytest.raises(InvalidOptionError, match=word):
+        AVAILABLE[0].fingerprint(tensor)
+
+
+def test_a_tensor_inside_vmap_is_refused():
+    """Its wrapper has a shape, but the memory belongs to the whole batch."""
+    reasons = []
+    torch.vmap(lambda x: reasons.append(can_fingerprint(x)) or x)(torch.ones(3, 2))
+
+    assert "functorch" in reasons[0]
+
+
+def test_views_into_enough_memory_are_read():
+    """A storage longer than the view, an expanded one and an empty one are no freed ones."""
+    base = torch.ones(100)
+    for view in (
+        base[90:],
+        base[:1].expand(1000),
+        base[:0],
+        torch.empty(0),
+        base.view(10, 10)[::3].t(),
+    ):
+        assert can_fingerprint(view) is None
+
+
+class Witness(TorchDispatchMode):
+    """Counts the ops it sees."""
+
+    seen = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_mode_and_no_graph_sees_the_fingerprint():
+    """Even a layout that must be copied runs no op that another recorder or autograd could notice."""
+    parameter = torch.nn.Parameter(torch.randn(30, 40))
+    tensors = [
+        parameter,
+        parameter.t(),
+        torch.randn(8, dtype=torch.complex64).conj(),
+        torch.ones(3).to(torch.uint32),
+    ]
+    versions = [t._version for t in tensors]
+    with Witness() as witness:
+        for tensor in tensors:
+            AVAILABLE[0].fingerprint(tensor)
+
+    assert witness.seen == 0
+    assert [t._version for t in tensors] == versions
+    assert parameter.grad is None
+    assert not plain(parameter.t()).requires_grad
+
+
+class Loud(torch.Tensor):
+    """A subclass that keeps its own memory and refuses every function."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        raise AssertionError(f"called {func}")
+
+
+def test_a_subclass_is_not_called_when_it_is_made_plain():
+    """Its own functions could record, raise or compute something else."""
+    loud = torch.randn(4, 5).t().as_subclass(Loud)
+    with torch._C.DisableTorchFunctionSubclass():
+        wanted = AVAILABLE[0].fingerprint(loud.as_subclass(torch.Tensor))["raw"]
+        assert AVAILABLE[0].fingerprint(loud)["raw"] == wanted
+    assert plain(loud).is_contiguous()
+
+
+@pytest.mark.skipif(not torch.set_flush_denormal(False), reason="this CPU cannot flush subnormals")
+@pytest.mark.parametrize("name", [e for e in ENGINES if e != "numpy"])
+def test_flushing_subnormals_changes_neither_the_row_nor_the_setting(name):
+    """A program may have called set_flush_denormal; NumPy's float conversions do depend on it."""
+    try:
+        engine = engine_called(name)
+    except InvalidOptionError as error:
+        pytest.skip(str(error))
+    tensor = torch.full((500,), 1e-42)
+    unflushed = engine.fingerprint(tensor)
+    torch.set_flush_denormal(True)
+    try:
+        flushed = engine.fingerprint(tensor)
+        still_set = (torch.tensor([1e-42]) * 1.0).item() == 0.0
+    finally:
+        torch.set_flush_denormal(False)
+
+    assert unflushed["sub"] == 500
+    assert flushed.tobytes() == unflushed.tobytes()
+    assert still_set
+
+
+# -- which engine ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_library(tmp_path, monkeypatch):
+    """An installation that was built without a compiler."""
+    monkeypatch.delenv("OPDRIFT_FINGERPRINT", raising=False)
+    monkeypatch.setattr(compiled, "_FOLDER", tmp_path)
+    compiled._checked.cache_clear()
+    compiled._open.cache_clear()
+    yield tmp_path
+    compiled._checked.cache_clear()
+    compiled._open.cache_clear()
+
+
+def test_without_a_compiled_library_numpy_writes_the_same_digest(no_library):
+    """The fallback is picked, and its name says why."""
+    engine = load_engine()
+
+    assert engine.name == "numpy (no compiled library)"
+    assert engine.fingerprint(torch.arange(8, dtype=torch.float32))["raw"] == 0x15599BA5A616DD0F
+
+
+@pytest.mark.skipif(len(AVAILABLE) == 1, reason="there is no compiled library")
+def test_a_library_of_another_version_is_not_used(no_library):
+    """An editable checkout can move on without being built again."""
+    source = Path(compiled.__file__).parent
+    (no_library / "_tfp1_baseline.so").write_bytes((source / "_tfp1_baseline.so").read_bytes())
+    (no_library / "_tfp1.c").write_text("/* another version */")
+
+    assert (
+        load_engine().name
+        == "numpy (the compiled library is from another version: install opdrift again)"
+    )
+
+
+def test_a_file_that_is_no_library_is_not_used(no_library):
+    """A damaged installation records slowly rather than not at all."""
+    (no_library / "_tfp1_baseline.so").write_text("damaged")
+
+    assert load_engine().name.startswith("numpy (the compiled library does not load:")
+
+
+def test_the_fastest_build_that_runs_here_is_the_default(monkeypatch):
+    """Unset, the variable means the first engine that this machine has."""
+    monkeypatch.delenv("OPDRIFT_FINGERPRINT", raising=False)
+
+    wanted = AVAILABLE[0].name if len(AVAILABLE) > 1 else "numpy (no compiled library)"
+    assert load_engine().name == wanted
+
+
+@pytest.mark.parametrize(
+    ("wanted", "words"), [("fast", "can be avx512, avx2"), ("baseline", "no compiled library")]
+)
+def test_an_engine_that_cannot_be_had_is_an_error(no_library, monkeypatch, wanted, words):
+    """Whoever asks for one by name must not get another."""
+    monkeypatch.setenv("OPDRIFT_FINGERPRINT", wanted)
+
+    with pytest.raises(InvalidOptionError, match=words):
+        load_engine()
+
+
+def test_engines_share_nothing_that_changes():
+    """Two recorders must not mix: each engine has its own table of kinds."""
+    first, second = load_engine(), load_engine()
+    first.kinds.clear()
+
+    assert second.kinds == load_engine().kinds != {}
+
+
+# -- the build -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def build():
+    """The build hook of this checkout, loaded from its file."""
+    pytest.importorskip("hatchling")
+    path = Path(__file__).parents[2] / "hatch_build.py"
+    spec = importlib.util.spec_from_file_location("hatch_build", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["hatch_build"] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["hatch_build"]
+
+
+def test_a_build_without_a_compiler_says_so_and_leaves_no_old_library(build, tmp_path, monkeypatch):
+    """Neither a missing compiler, nor a broken one, nor OPDRIFT_NO_COMPILE leaves a stale library behind."""
+    source = Path(compiled.__file__).parent / "_tfp1.c"
+    monkeypatch.delenv("OPDRIFT_NO_COMPILE", raising=False)
+    for name, value, words in (
+        ("CC", "no-such-compiler", "no C compiler 'no-such-compiler'"),
+        ("CC", "false", "exit status 1"),
+        ("OPDRIFT_NO_COMPILE", "1", "OPDRIFT_NO_COMPILE is set"),
+    ):
+        (tmp_path / "_tfp1_avx2.so").write_text("old")
+        monkeypatch.setenv(name, value)
+        with pytest.raises(build.CannotCompileError, match=words):
+            build.compile_core(source, tmp_path, print)
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_the_hook_makes_a_pure_wheel_without_a_compiler(build, tmp_path, monkeypatch, capsys):
+    """The wheel's tag stays py3-none-any: nothing in build_data is touched."""
+    monkeypatch.setenv("OPDRIFT_NO_COMPILE", "1")
+    root = Path(__file__).parents[2]
+    hook = build.CustomBuildHook(str(root), {}, None, None, str(tmp_path), "wheel")
+    build_data = {"pure_python": True, "force_include": {}}
+    hook.initialize("standard", build_data)
+    hook.finalize("standard", build_data, "")
+
+    assert build_data == {"pure_python": True, "force_include": {}}
+    assert "slower NumPy one is used" in "".join(capsys.readouterr())
