@@ -17,7 +17,7 @@ null if the recorder does not know it), and `phase` (forward, backward, summon):
                source and destination, and `intact`.
 `buffer-cast`  A buffer was replaced by a cast one, for good: fairscale keeps no original.
                `lossless` says whether casting back gives the same content.
-`free`         A storage was resized to nothing: `bytes`, `buffer`.
+`free`         The storage of a gathered buffer or of a cast shard was resized to nothing: `bytes`, `buffer`.
 """
 
 from __future__ import annotations
@@ -254,15 +254,16 @@ class Watcher:
 
     def free(self, data: Any) -> Observation:
         """`free_storage_`: the storage is resized to nothing, which no op shows."""
-        before = data.untyped_storage().nbytes()
         owner = self._storages.pop(_storage(data), None)
-        if owner is None and not self._here():
-            return
+        if owner is None:
+            return  # another recorder's, or a placeholder that was never filled
+        before = data.untyped_storage().nbytes()
         yield
         freed = before - data.untyped_storage().nbytes()
         if freed:
-            unit, buffer = owner or (None, None)
-            self._mark("free", unit, None, buffer=buffer, bytes=freed, device=str(data.device))
+            self._mark(
+                "free", owner[0], None, buffer=owner[1], bytes=freed, device=str(data.device)
+            )
 
     # ---- what they share ----------------------------------------------------------------------------
 

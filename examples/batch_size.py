@@ -1,0 +1,129 @@
+"""Sample 0 alone against sample 0 in a batch of 15 (facebookresearch/fairseq2#1481).
+
+A LLaMA-style decoder gives other outputs for the same sample when it is computed with others. The
+maintainers suspected the attention backend. Two recorded runs and `diff-trace` say which op differs
+first, whether another kernel ran, and whether what is left is rounding.
+
+    python examples/batch_size.py
+    python examples/batch_size.py --layers 12 --width 4096 --heads 8    # the report's model; 12 GB
+    python examples/batch_size.py --batch 15 -o mine.trace              # one run of your own
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+import _story
+import torch
+from torch import Tensor, nn
+
+import opdrift
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The size of the model and of its input."""
+
+    layers: int
+    width: int
+    heads: int
+    length: int
+    vocabulary: int = 512
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.heads = sizes.heads
+        self.q, self.k, self.v, self.out = (
+            nn.Linear(sizes.width, sizes.width, bias=False) for _ in range(4)
+        )
+        pairs = sizes.width // sizes.heads // 2
+        speed = 10_000.0 ** -(torch.arange(pairs) / pairs)
+        angle = torch.arange(sizes.length)[:, None] * speed
+        self.register_buffer("cos", angle.cos(), persistent=False)
+        self.register_buffer("sin", angle.sin(), persistent=False)
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """Turn each pair of features by an angle that grows with the position."""
+        cos, sin = self.get_buffer("cos"), self.get_buffer("sin")
+        even, odd = x[..., 0::2], x[..., 1::2]
+        return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, length, width) -> the same."""
+        q, k, v = (
+            project(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for project in (self.q, self.k, self.v)
+        )
+        mixed = nn.functional.scaled_dot_product_attention(
+            self.rotate(q), self.rotate(k), v, is_causal=True
+        )
+        y: Tensor = self.out(mixed.transpose(1, 2).flatten(-2))
+        return y
+
+
+class GatedLinear(nn.Module):
+    """LLaMA's feed-forward network."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        inner = sizes.width * 8 // 3
+        self.gate = nn.Linear(sizes.width, inner, bias=False)
+        self.up = nn.Linear(sizes.width, inner, bias=False)
+        self.down = nn.Linear(inner, sizes.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, length, width) -> the same."""
+        y: Tensor = self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+        return y
+
+
+class Layer(nn.Module):
+    """Attention, then feed-forward, each after a norm and around a residual."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(sizes.width)
+        self.attention = Attention(sizes)
+        self.ffn_norm = nn.RMSNorm(sizes.width)
+        self.ffn = GatedLinear(sizes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, length, width) -> the same."""
+        x = x + self.attention(self.attention_norm(x))
+        y: Tensor = x + self.ffn(self.ffn_norm(x))
+        return y
+
+
+class Decoder(nn.Module):
+    """Tokens to logits."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(sizes.vocabulary, sizes.width)
+        self.layers = nn.ModuleList(Layer(sizes) for _ in range(sizes.layers))
+        self.norm = nn.RMSNorm(sizes.width)
+        self.head = nn.Linear(sizes.width, sizes.vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(batch, length) -> (batch, length, vocabulary)."""
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def run(sizes: Sizes, batch: int, dtype: torch.dtype, trace: Path) -> Tensor:
+    """The logits of sample 0, computed with `batch - 1` others, recorded."""
+    torch.manual_seed(0)
+    model = Decoder(sizes).eval().to(dtype)
+    tokens = torch.randint(sizes.vocabulary, (15, sizes.length))[:batch]
+    with torch.no_grad(), opdrift.record(trace, model=model, label=f"batch of {batch}"):
+        logits: Tensor = model(tokens)[0]
+    return logits
