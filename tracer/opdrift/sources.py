@@ -10,6 +10,7 @@ from types import CodeType, FrameType
 from typing import Final
 
 import torch
+import typing_extensions
 from torch.nn.modules.module import Module
 
 #: The frame at which the walk stops: the module hook has stored the line of its caller.
@@ -17,7 +18,9 @@ CALL_IMPL: Final = Module._call_impl.__code__
 _PACKAGE: Final = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _INTEGRATIONS: Final = os.path.join(os.path.dirname(os.path.dirname(_PACKAGE.rstrip(os.sep))), "opdrift_integrations") + os.sep
 _TORCH: Final = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-_LIBRARY: Final = (_TORCH, _PACKAGE, _INTEGRATIONS, "<frozen", "<__array_function__")
+#: its `deprecated` stands between the program and torch's own deprecated functions
+_DECORATORS: Final = os.path.abspath(typing_extensions.__file__)
+_LIBRARY: Final = (_TORCH, _PACKAGE, _INTEGRATIONS, _DECORATORS, "<frozen", "<__array_function__")
 _COMPILED_NAMES: Final = ("<eval_with_key>",)
 _COMPILED_FOLDER: Final = "torchinductor"
 
