@@ -14,6 +14,10 @@ from torch import nn
 import opdrift
 
 
+# torch's own dynamo touches `.grad` of non-leaves when it resumes after a graph break
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()

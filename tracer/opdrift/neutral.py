@@ -104,6 +104,8 @@ def around_compilation(off: Callable[[], None], on: Callable[[], None]) -> Calla
     import torch._dynamo.callback as callbacks  # noqa: PLC0415  # 0.8 s where the program does not compile
 
     handler = callbacks.callback_handler
+    forget = handler.clear
+    undone = False
 
     def start(*_: Any) -> None:
         off()
@@ -111,15 +113,28 @@ def around_compilation(off: Callable[[], None], on: Callable[[], None]) -> Calla
     def end(*_: Any) -> None:
         on()
 
+    def register() -> None:
+        handler.register_start_callback(start)
+        handler.register_end_callback(end)
+
+    def clear() -> None:
+        """What torch._dynamo.reset() calls: it forgets callbacks, and we must not be forgotten."""
+        forget()
+        if not undone:
+            register()
+
     def undo() -> None:
-        # torch._dynamo.reset() forgets callbacks, so they may be gone
+        nonlocal undone
+        undone = True
         if start in handler.start_callbacks:
             handler.remove_start_callback(start)
         if end in handler.end_callbacks:
             handler.remove_end_callback(end)
+        if handler.clear is clear:  # else a recorder that began later still needs its own, which calls this
+            handler.clear = forget  # type: ignore[method-assign]
 
-    handler.register_start_callback(start)
-    handler.register_end_callback(end)
+    register()
+    handler.clear = clear  # type: ignore[method-assign]
     return undo
 
 

@@ -538,6 +538,8 @@ def _plain_parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.T
         tensor = local
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return  # another wrapper subclass: its inner tensors are seen by the ops that it runs
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return  # inside vmap or grad: likewise
     if tensor.layout is torch.strided and not tensor.is_nested:
         yield name, tensor
         return
