@@ -194,7 +194,7 @@ FAMILIES: Final = (
         "threshold",
         _ops(
             "argmax argmin sort topk kthvalue median nanmedian mode eq ne lt le gt ge sign sgn signbit floor ceil round trunc frac"
-            " heaviside bucketize searchsorted isclose unique unique_dim _unique2 unique_consecutive nonzero isnan isinf isfinite"
+            " heaviside bucketize searchsorted isclose unique_dim _unique2 unique_consecutive nonzero isnan isinf isfinite"
             " logical_and logical_or logical_not logical_xor floor_divide fmod remainder quantize_per_tensor quantize_per_channel"
             " fake_quantize_per_tensor_affine_cachemask fake_quantize_per_channel_affine_cachemask _fake_quantize_learnable_per_tensor_affine"
             " multinomial bernoulli histc bincount any all equal _local_scalar_dense item is_nonzero"
@@ -208,7 +208,7 @@ FAMILIES: Final = (
         _ops(
             "mul div neg abs reciprocal square relu relu6 leaky_relu prelu hardtanh hardshrink softshrink threshold clamp clamp_min"
             " clamp_max maximum minimum max min amax amin aminmax fmax fmin where masked_fill masked_scatter nan_to_num copysign"
-            " positive ldexp frexp nextafter real imag conj _conj conj_physical view_as_real view_as_complex relu_backward"
+            " positive ldexp frexp nextafter real imag conj _conj conj_physical view_as_real view_as_complex"
             " threshold_backward hardtanh_backward leaky_relu_backward native_dropout native_dropout_backward dropout"
             " _to_copy to copy clone contiguous detach alias lift lift_fresh lift_fresh_copy view _unsafe_view reshape t transpose"
             " permute expand squeeze unsqueeze select slice narrow split split_with_sizes chunk unbind unfold as_strided diagonal"
@@ -222,7 +222,7 @@ FAMILIES: Final = (
             " new_empty_strided zeros zeros_like new_zeros ones ones_like new_ones full full_like new_full fill zero arange eye"
             " scalar_tensor one_hot rand randn rand_like randn_like randint randint_like randperm uniform normal random"
             " normal_functional resize set resolve_conj resolve_neg dequantize _amp_foreach_non_finite_check_and_unscale"
-            " ger outer diag diag_embed slice_backward select_backward index_backward unfold_backward split_with_sizes_copy"
+            " ger outer diag diag_embed slice_backward select_backward unfold_backward split_with_sizes_copy"
             " detach_copy view_copy expand_copy permute_copy transpose_copy t_copy slice_copy select_copy unsqueeze_copy"
             " squeeze_copy as_strided_copy alias_copy unbind_copy"
         ),
