@@ -8,21 +8,25 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from opdrift.commands.console import check_output, complain, emit, write_report
+from opdrift.commands.console import check_output, emit, write_report
 from opdrift.commands.exit_codes import ExitCode
 from opdrift.commands.options import name_pair, natural, sample_pair, tolerance
 from opdrift.errors import InvalidOptionError
 
 if TYPE_CHECKING:
-    from opdrift.records import Diagnosis
+    from opdrift.records import Diagnosis, Sides, TraceSummary
     from opdrift.render.page import Screen
+    from opdrift.tracefile.reader import Trace
 
 EPILOG: Final = """\
 exit status: 0 identical, 1 they differ, 2 they could not be compared.
 With --fail-on diverged, runs that differ by rounding only end with 0."""
+
+_FILE_WIDTH: Final = 100
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -97,18 +101,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Compare, report, and answer with the exit status."""
     _check(options)
-    left, right = options.traces
-    from opdrift import diff
-
-    diagnosis = diff(
-        left,
-        right,
-        samples=options.samples,
-        tolerance=_tolerance(options),
-        rank=options.rank,
-        maps=tuple(options.map),
-    )
-    _report(diagnosis, options)
+    diagnosis, traces = _compare(options)
+    _report(diagnosis, traces, options)
     failed = diagnosis.verdict == "diverged" or (
         diagnosis.verdict == "rounding" and options.fail_on == "any"
     )
@@ -137,6 +131,12 @@ def _check(options: argparse.Namespace) -> None:
         raise InvalidOptionError(
             "--rtol and --atol belong together: give both, or neither for the bounds of each op."
         )
+    if options.format != "text" and (
+        options.tree or options.side_by_side or options.context is not None
+    ):
+        raise InvalidOptionError(
+            f"--tree, --side-by-side and --context belong to text; {options.format} has no such views."
+        )
     if options.output is not None:
         check_output(options.output)
     elif options.quiet and options.format != "text":
@@ -145,9 +145,90 @@ def _check(options: argparse.Namespace) -> None:
         )
 
 
-def _report(diagnosis, options):
-    pass
+def _compare(options: argparse.Namespace) -> tuple[Diagnosis, Sides[Trace | Path]]:
+    """The answer, and the traces, opened already where they are of one process."""
+    from opdrift.diagnose import diff
+    from opdrift.records import Sides
+    from opdrift.tracefile.reader import load, rank_folders
+
+    left, right = (path if rank_folders(path) else load(path) for path in map(Path, options.traces))
+    answer = diff(
+        left,
+        right,
+        samples=options.samples,
+        tolerance=_tolerance(options),
+        rank=options.rank,
+        maps=tuple(options.map),
+    )
+    return answer, Sides(left, right)
 
 
-def _tolerance(options):
-    return None
+def _report(diagnosis: Diagnosis, traces: Sides[Trace | Path], options: argparse.Namespace) -> None:
+    from opdrift.render import text
+    from opdrift.render.page import Screen
+
+    screen = Screen.of(sys.stdout)
+    if options.output is not None:
+        # a file has no width of its own; UTF-8 is what it is written in
+        write_report(
+            options.output, _rendered(diagnosis, traces, options, Screen(_FILE_WIDTH, unicode=True))
+        )
+    if options.output is not None or options.quiet:
+        emit(text.verdict_line(diagnosis, screen))
+    else:
+        emit(_rendered(diagnosis, traces, options, screen))
+
+
+def _rendered(
+    diagnosis: Diagnosis, traces: Sides[Trace | Path], options: argparse.Namespace, screen: Screen
+) -> str:
+    if options.format == "json":
+        from opdrift.render import json
+
+        return json.render(diagnosis)
+    if options.format == "markdown":
+        from opdrift.render import markdown
+
+        return markdown.render(diagnosis)
+    from opdrift.render import text
+
+    left, right = (
+        _opened(t, one)
+        for t, one in ((traces.left, diagnosis.left), (traces.right, diagnosis.right))
+    )
+    types = {call.path: call.type for call in left.calls if call.type}
+    pages = [
+        text.render(diagnosis, screen, module_types=types),
+        *_views(diagnosis, left, right, options, screen),
+    ]
+    return "".join(pages)
+
+
+def _opened(trace: Trace | Path, summary: TraceSummary) -> Trace:
+    from opdrift.tracefile.reader import load
+
+    return load(trace, rank=summary.rank) if isinstance(trace, Path) else trace
+
+
+def _views(
+    diagnosis: Diagnosis, left: Trace, right: Trace, options: argparse.Namespace, screen: Screen
+) -> Iterator[str]:
+    """What --context, --side-by-side and --tree add below the card."""
+    if options.context is None and not options.side_by_side and not options.tree:
+        return
+    from opdrift.render import tree, views
+    from opdrift.render.rows import rows_of
+
+    rows = rows_of(left, right, diagnosis, maps=options.map)
+    if options.side_by_side:
+        yield views.side_by_side(
+            rows, views.CONTEXT if options.context is None else options.context, screen
+        )
+    elif options.context is not None:
+        yield views.around(rows, options.context, screen)
+    if options.tree:
+        yield tree.tree(rows, screen)
+
+
+def _tolerance(options: argparse.Namespace) -> tuple[float, float] | None:
+    return None if options.rtol is None else (options.rtol, options.atol)

@@ -109,7 +109,7 @@ def _json(
     from opdrift.render import trace_json
 
     found = _findings(options.trace, trace)
-    emit_all(trace_json.render(trace, ops, leaves, found))
+    emit_all(trace_json.render(trace, ops, leaves, found, kernels=options.kernels))
     return _status(found, options)
 
 
@@ -118,21 +118,23 @@ def _text(
 ) -> int:
     import sys
 
-    from opdrift.render import trace_text
+    from opdrift.render import finding_text, kernels, leaf_text, trace_text
     from opdrift.render.page import Screen
 
     screen = Screen.of(sys.stdout)
     if options.findings:
         found = _findings(options.trace, trace)
-        emit(trace_text.finding_report(found, screen))
+        emit(finding_text.finding_report(found, screen))
         return _status(found, options)
-    if options.op is not None:
+    if options.kernels:
+        emit(kernels.kernel_report(trace, ops, screen))
+    elif options.op is not None:
         emit(trace_text.one_op(trace, trace.op(ops[0]), screen))
     elif options.scope is not None:
         emit(trace_text.op_table(trace, ops, screen))
     if options.leaf is not None:
-        emit(trace_text.leaf_report(trace, leaves, screen))
-    if options.op is None and options.scope is None and options.leaf is None:
+        emit(leaf_text.leaf_report(trace, leaves, screen))
+    if not (options.op is not None or options.scope or options.leaf or options.kernels):
         emit(trace_text.overview(trace, _findings(options.trace, trace), screen))
     return ExitCode.SAME
 

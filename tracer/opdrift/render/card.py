@@ -96,7 +96,9 @@ def card(first: Divergence, *, module_type: str | None = None) -> list[Field]:
         fields.append(_inputs(first))
     fields.append(
         Field(
-            "value" if first.kind == "leaf" else "output", tuple(_difference(first)), _tone(first)
+            "output" if first.kind in ("op", "structure") else "value",
+            tuple(_difference(first)),
+            _tone(first),
         )
     )
     fields.extend(_kernels(first.kernel))
@@ -116,7 +118,8 @@ def _where(first: Divergence, module_type: str | None) -> Field:
     module = scope(first.module) + (f" ({name(module_type)})" if module_type else "")
     call = f", call {count(first.call)}" if first.call else ""
     if first.name is not None and first.kind in ("leaf", "hidden-write"):
-        used = [f"first used by {name(first.op)} in {module}{call}"] if first.op else []
+        verb = "first used" if first.kind == "leaf" else "read"
+        used = [f"{verb} by {name(first.op)} in {module}{call}"] if first.op else []
         lines = [name(first.name), *used]
     else:
         lines = [f"{module}{call}", *([f"{name(first.op)}{_seqs(first.seq)}"] if first.op else [])]
@@ -179,7 +182,7 @@ def _relative(first: Divergence) -> str:
     if first.explained == 0:
         return f"{said}; this op is exact, so rounding explains none"
     if first.explained >= 1:
-        return f"{said}; cancellation: this op cannot be judged by size"
+        return f"{said}; cancellation: size tells nothing here"
     if not first.material:
         return f"{said}; rounding explains up to {size(first.explained)}"
     if first.relative_difference > first.explained:

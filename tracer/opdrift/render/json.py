@@ -116,7 +116,7 @@ def _divergence(d: Divergence | None) -> dict[str, Any] | None:
         "max_abs_difference": d.max_abs_difference,
         "ulp": d.ulp,
         "nonfinite": {"left": d.nonfinite.left, "right": d.nonfinite.right},
-        "kernel": {"left": _pick(d.kernel.left), "right": _pick(d.kernel.right)},
+        "kernel": {"left": pick_object(d.kernel.left), "right": pick_object(d.kernel.right)},
         "arguments": [{"name": a.name, "left": a.left, "right": a.right} for a in d.arguments],
         "final_relative_difference": d.final_relative_difference,
         "cause": cause_object(d.cause),
@@ -126,7 +126,8 @@ def _divergence(d: Divergence | None) -> dict[str, Any] | None:
     }
 
 
-def _pick(p: Pick | None) -> dict[str, Any] | None:
+def pick_object(p: Pick | None) -> dict[str, Any] | None:
+    """{name, library, backend, reason, refused, source}; null where it is not known."""
     if p is None:
         return None
     return {

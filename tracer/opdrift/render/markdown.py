@@ -10,8 +10,9 @@ from opdrift.records import Diagnosis
 from opdrift.render import card
 from opdrift.render.words import count, name, plural, ratio, readable, scope, side, size
 
-#: A word with one of these is set as code: Markdown, HTML, mentions and math then leave it alone.
-_SPECIAL: Final = re.compile(r"[\\`*_\[\]<>|#@&~$]")
+#: A word with one of these is set as code: Markdown, HTML, mentions and math then leave it alone;
+#: so is a dotted name, which nothing would harm, because it is one.
+_SPECIAL: Final = re.compile(r"[\\`*_\[\]<>|#@&~$]|[A-Za-z]\w*\.\w")
 #: Code that the causes wrote themselves, and layouts such as float32[4, 64].
 _CODE: Final = re.compile(r"(`[^`]+`|\b\w+\[[\d, ]*\])")
 _TRAILING: Final = ",;:.)"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -22,9 +22,11 @@ from opdrift.records import (
     Leaf,
     Mark,
     Op,
+    Pick,
     TensorArgument,
 )
-from opdrift.render.json import finding_object, safe
+from opdrift.render.json import finding_object, pick_object, safe
+from opdrift.render.kernels import picks_of
 from opdrift.tracefile.reader import Trace
 
 #: Bit -> the word that reports use for it.
@@ -41,11 +43,25 @@ FLAG_WORDS: Final = {
 
 
 def render(
-    trace: Trace, ops: Sequence[int], leaves: Sequence[Leaf], findings: Sequence[Finding]
+    trace: Trace,
+    ops: Sequence[int],
+    leaves: Sequence[Leaf],
+    findings: Sequence[Finding],
+    *,
+    kernels: bool = False,
 ) -> Iterator[str]:
-    """The document in pieces, one record a line, so that a long trace needs no memory."""
+    """The document in pieces, one record a line, so that a long trace needs no memory.
+
+    Args:
+        trace: The trace.
+        ops: Indices of the ops to list.
+        leaves: The leaves to list.
+        findings: What `opdrift.findings` found.
+        kernels: Whether ops get the field `kernel`.
+    """
+    picks = picks_of(trace, ops) if kernels else None
     yield f'{{"schema": "{TRACE_SCHEMA}",\n"header": {_dump(header_object(trace))},\n'
-    yield from _list("ops", (op_object(trace, trace.op(i)) for i in ops))
+    yield from _list("ops", (_op(trace, i, picks) for i in ops))
     yield from _list("marks", (mark_object(m) for m in trace.marks))
     yield from _list("leaves", (leaf_object(trace, leaf) for leaf in leaves))
     yield from _list("findings", (finding_object(f) for f in findings), last=True)
@@ -75,6 +91,13 @@ def header_object(trace: Trace) -> dict[str, Any]:
         "incomplete": trace.incomplete,
         "footer": None if footer is None else asdict(footer),
     }
+
+
+def _op(trace: Trace, index: int, picks: Mapping[int, Pick] | None) -> dict[str, Any]:
+    found = op_object(trace, trace.op(index))
+    if picks is not None:
+        found["kernel"] = pick_object(picks.get(index))
+    return found
 
 
 def op_object(trace: Trace, op: Op) -> dict[str, Any]:

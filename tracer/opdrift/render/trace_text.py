@@ -1,4 +1,4 @@
-"""A trace for a terminal: overview, ops, single ops, leaves, findings."""
+"""A trace for a terminal: overview, ops, single ops."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Final
 
 import numpy as np
 
-from opdrift.provenance import Lineage, Provenance
-from opdrift.records import Argument, Finding, Leaf, Op, TensorArgument
+from opdrift.records import Argument, Finding, Op, TensorArgument
 from opdrift.render import card
+from opdrift.render.finding_text import one_line
+from opdrift.render.kernels import picks_of
 from opdrift.render.page import Column, Page, Screen
 from opdrift.render.trace_json import digest, flag_words
 from opdrift.render.words import count, name, plural, readable, scope, size
@@ -41,7 +42,7 @@ def overview(trace: Trace, findings: Sequence[Finding], screen: Screen) -> str:
     if findings:
         page.heading(plural(len(findings), "finding"))
         for finding in findings[:_ROWS]:
-            page.line(f"- {_short(finding)}", "bad", indent=2, hang=2)
+            page.line(f"- {one_line(finding)}", "bad", indent=2, hang=2)
     page.line()
     path = shlex.quote(str(trace.path))
     page.command(
@@ -188,6 +189,15 @@ def one_op(trace: Trace, op: Op, screen: Screen) -> str:
     if words:
         page.field("flags", (", ".join(words),))
     page.field("ran", (f"{op.duration_ns / 1e3:,.1f} us on thread {op.thread}",))
+    chosen = picks_of(trace, [op.index]).get(op.index)
+    if chosen is not None:
+        page.field(
+            "kernel",
+            [
+                card.pick(chosen),
+                *(f"not {name(b)}: {readable(w)}" for b, w in chosen.refused.items()),
+            ],
+        )
     if op.rng:
         page.field("random", (f"generator state {op.rng:016x} before it",))
     return page.render()
@@ -243,105 +253,3 @@ def content(trace: Trace, value: int) -> str:
     ]
     span = f"{size(fingerprint.min)} to {size(fingerprint.max)}, norm {size(float(np.sqrt(fingerprint.ssq)))}"
     return ", ".join([f"digest {fingerprint.raw:016x}", span, *bad])
-
-
-def leaf_report(trace: Trace, leaves: Sequence[Leaf], screen: Screen) -> str:
-    """Each leaf's content over time, and where it came from."""
-    page = Page(screen)
-    lineage = Lineage(trace)
-    by_name: dict[tuple[str, str], list[Leaf]] = {}
-    for leaf in leaves:
-        by_name.setdefault((leaf.name, leaf.kind), []).append(leaf)
-    for number, ((leaf_name, kind), seen) in enumerate(by_name.items()):
-        if number:
-            page.line()
-        title = name(leaf_name) if leaf_name else "a leaf without a name"
-        page.line(f"{title}  {kind} {trace.meta(seen[0].value)}", "strong", hang=2)
-        page.field("content", [_sighting(trace, leaf) for leaf in seen])
-        page.field("made", _origins(lineage, seen))
-    return page.render()
-
-
-def _origins(lineage: Lineage, seen: Sequence[Leaf]) -> list[str]:
-    """How each content of a leaf came to be; a content that came the same way is said once."""
-    lines: list[str] = []
-    for leaf in seen:
-        line = _came_from(lineage.of(leaf.value))
-        if line not in lines:
-            lines.append(line)
-    return lines
-
-
-def _came_from(found: Provenance) -> str:
-    if found.op is None:
-        kinds = {
-            "hidden": "changed, and no recorded op wrote it",
-            "uninitialised": "memory that nothing had written",
-        }
-        return kinds.get(found.kind, "was there before the recording, and no recorded op wrote it")
-    wrote = f"last written by {name(found.op)} (op {count(found.seq or 0)})"
-    source = f", {readable(found.source)}" if found.source else ""
-    if len(found.chain) <= 1 and found.root_name is None:
-        return wrote + source
-    ends = (
-        f"the leaf {name(found.root_name)}"
-        if found.root_name is not None
-        else f"{name(found.first_op or found.kind)}"
-    )
-    middle = f" through {count(len(found.chain))} ops" if len(found.chain) > 1 else ""
-    casts = f", cast {' <- '.join(map(name, found.casts))}" if len(found.casts) > 1 else ""
-    return f"{wrote}{source}: {found.kind} from {ends}{middle}{casts}"
-
-
-_WHEN: Final = {
-    "entry": "on entry",
-    "use": "at first use",
-    "changed": "changed with no recorded op",
-    "gather": "gathered",
-    "return": "returned",
-    "exit": "at exit",
-}
-
-
-def _sighting(trace: Trace, leaf: Leaf) -> str:
-    when = _WHEN.get(leaf.when, leaf.when)
-    after = f" after op {count(leaf.seq)}" if leaf.seq else ""
-    return f"{when}{after}: {content(trace, leaf.value)}"
-
-
-def finding_report(findings: Sequence[Finding], screen: Screen) -> str:
-    """Each finding with its evidence and remedy."""
-    page = Page(screen)
-    if not findings:
-        page.line(
-            "nothing found: no hidden write, no uninitialised read, no NaN or infinity, no bad gather",
-            "good",
-        )
-        return page.render()
-    page.line(plural(len(findings), "finding"), "bad")
-    for finding in findings:
-        page.line()
-        page.line(_place(finding), "strong", indent=2)
-        for field in card.why(finding.cause):
-            page.field(field.label, field.lines, field.tone)
-    return page.render()
-
-
-def _place(finding: Finding) -> str:
-    parts = [finding.kind]
-    if finding.name:
-        parts.append(name(finding.name))
-    if finding.op:
-        parts.append(name(finding.op))
-    parts.append(f"in {scope(finding.module)}")
-    if finding.seq is not None:
-        parts.append(f"op {count(finding.seq)}")
-    if finding.step is not None:
-        parts.append(f"step {count(finding.step)}")
-    if finding.rank is not None:
-        parts.append(f"rank {finding.rank}")
-    return ", ".join(parts)
-
-
-def _short(finding: Finding) -> str:
-    return f"{_place(finding)}: {readable(finding.cause.summary)}"

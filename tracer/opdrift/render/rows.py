@@ -1,0 +1,143 @@
+"""Put the ops of two runs in one order, and say of each whether it agrees: what the op views show."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from opdrift.align import Maps, Pairing, align
+from opdrift.compare import difference
+from opdrift.contents import Contents
+from opdrift.pairs import UNKNOWN, Compared
+from opdrift.records import Diagnosis
+from opdrift.tracefile.reader import Ints, Trace
+
+Mark = Literal["=", "x", "~", "-", "+", "?"]
+
+#: What each mark means, for the line below a view.
+MEANINGS: Final[dict[Mark, str]] = {
+    "=": "equal",
+    "x": "a difference begins here",
+    "~": "inherited",
+    "-": "left only",
+    "+": "right only",
+    "?": "not known",
+}
+TONES: Final[dict[Mark, str]] = {
+    "=": "plain",
+    "x": "bad",
+    "~": "strong",
+    "-": "bad",
+    "+": "good",
+    "?": "quiet",
+}
+_MARKS: Final[tuple[Mark, ...]] = ("=", "x", "~", "-", "+", "?")
+_EQUAL, _BEGINS, _INHERITED, _LEFT, _RIGHT, _UNKNOWN = range(6)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """An op of either run, or of both."""
+
+    left: int | None
+    right: int | None
+    mark: Mark
+
+
+class Rows:
+    """All ops of both runs, in the left run's order; what only the right run has stands before what follows it.
+
+    Attributes:
+        left: Per row the left op's index, -1 if it has none.
+        right: Per row the right op's index, -1 if it has none.
+        focus: The row of the first divergence; None where it is in no op.
+    """
+
+    def __init__(self, compared: Compared, diagnosis: Diagnosis) -> None:
+        self.traces = (compared.left.trace, compared.right.trace)
+        self.left, self.right = _merged(compared.pairing)
+        self._codes = _codes(compared, self.left, self.right)
+        for origin in diagnosis.origins:
+            row = self._at(origin.seq.left, origin.seq.right)
+            if row is not None:
+                self._codes[row] = _BEGINS
+        shown = diagnosis.first or diagnosis.first_bitwise
+        self.focus = None if shown is None else self._at(shown.seq.left, shown.seq.right)
+
+    def __len__(self) -> int:
+        return len(self.left)
+
+    def __getitem__(self, row: int) -> Row:
+        left, right = int(self.left[row]), int(self.right[row])
+        return Row(
+            None if left < 0 else left, None if right < 0 else right, _MARKS[int(self._codes[row])]
+        )
+
+    def marks(self) -> list[Mark]:
+        """The mark of every row."""
+        return [_MARKS[code] for code in self._codes.tolist()]
+
+    def size(self, row: int) -> float | None:
+        """The relative difference of a row's outputs, the largest; None where it has or knows none."""
+        left, right = int(self.left[row]), int(self.right[row])
+        if left < 0 or right < 0:
+            return None
+        found: float | None = None
+        outputs = (
+            t.ops.outputs[i].tolist() for t, i in zip(self.traces, (left, right), strict=True)
+        )
+        for a, b in zip(*outputs, strict=False):
+            one, other = self.traces[0].fingerprint(a), self.traces[1].fingerprint(b)
+            if one is None or other is None:
+                continue
+            relative = difference(one, other).relative
+            if relative is not None:
+                found = relative if found is None else max(found, relative)
+        return found
+
+    def _at(self, left: int | None, right: int | None) -> int | None:
+        for seq, trace, column in zip(
+            (left, right), self.traces, (self.left, self.right), strict=True
+        ):
+            index = None if seq is None else trace.index_of(seq)
+            if index is not None:
+                return int(np.flatnonzero(column == index)[0])
+        return None
+
+
+def rows_of(left: Trace, right: Trace, diagnosis: Diagnosis, *, maps: Maps = ()) -> Rows:
+    """Align two traces as the diagnosis did, and mark every op."""
+    contents = Contents(left), Contents(right)
+    return Rows(Compared(*contents, align(*contents, maps=maps)), diagnosis)
+
+
+def _merged(pairing: Pairing) -> tuple[Ints, Ints]:
+    lone = np.flatnonzero(pairing.left_of < 0)
+    order = np.argsort(pairing.right, kind="stable")
+    following = np.searchsorted(pairing.right[order], lone)
+    ends = np.append(pairing.left[order], len(pairing.right_of))
+    keys = np.concatenate(
+        [np.arange(len(pairing.right_of), dtype=np.float64), ends[following] - 0.5]
+    )
+    left = np.concatenate(
+        [np.arange(len(pairing.right_of), dtype=np.int64), np.full(len(lone), -1, np.int64)]
+    )
+    right = np.concatenate([pairing.right_of, lone])
+    placed = np.argsort(keys, kind="stable")
+    return left[placed], right[placed]
+
+
+def _codes(compared: Compared, left: Ints, right: Ints) -> npt.NDArray[np.int8]:
+    codes = np.full(len(left), _EQUAL, np.int8)
+    codes[right < 0] = _LEFT
+    codes[left < 0] = _RIGHT
+    both = np.flatnonzero((left >= 0) & (right >= 0))
+    pairs = compared.row_of_left[left[both]]
+    blank = np.zeros(len(compared.pairing.left), np.bool_)
+    blank[compared.outputs.pair[compared.outputs.status == UNKNOWN]] = True
+    codes[both[blank[pairs]]] = _UNKNOWN
+    codes[both[compared.tainted[pairs]]] = _INHERITED
+    return codes
