@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from opdrift.records import READ_UNINITIALISED, Cause, Finding, Leaf, Mark, TensorArgument
-from opdrift.tracefile.reader import Ints, Trace
+from opdrift.tracefile.reader import Fingerprint, Ints, Trace
 
 #: Marks of integrations that say whether a content arrived as it was sent.
 _TRANSFERS: Final = frozenset({"gather", "use", "move", "cast"})
@@ -57,8 +57,9 @@ def _hidden_writes(trace: Trace, steps: _Steps) -> Iterator[Finding]:
     by_value: dict[int, list[Leaf]] = {}
     for leaf in changed:  # a storage under several names has a row for each
         by_value.setdefault(leaf.value, []).append(leaf)
+    storages = _Storages(trace)
     for value, leaves in by_value.items():
-        before = _content_before(trace, value)
+        before = _content_before(trace, storages, value)
         now = trace.fingerprint(value)
         if before is None or now is None or before.key == now.key:
             continue
@@ -92,13 +93,28 @@ def _hidden_writes(trace: Trace, steps: _Steps) -> Iterator[Finding]:
         )
 
 
-def _content_before(trace: Trace, value: int) -> Any:
+class _Storages:
+    """The values of each storage."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._storage = trace.values.storage
+        self._order = np.argsort(self._storage, kind="stable")
+        self._sorted = self._storage[self._order]
+
+    def of(self, value: int) -> Ints:
+        """All values in the same storage as this one."""
+        start, end = np.searchsorted(self._sorted, self._storage[value] + np.array([0, 1]))
+        return self._order[start:end]
+
+
+def _content_before(trace: Trace, storages: _Storages, value: int) -> Fingerprint | None:
     """The fingerprint that the same part of the same storage had when last known."""
-    columns = trace.values
-    same = columns.storage == columns.storage[value]
-    same &= (columns.offset == columns.offset[value]) & (columns.meta == columns.meta[value])
-    same &= (columns.write < columns.write[value]) & (columns.fingerprint >= 0)
-    candidates = np.flatnonzero(same)
+    columns, same = trace.values, storages.of(value)
+    known = (columns.offset[same] == columns.offset[value]) & (
+        columns.meta[same] == columns.meta[value]
+    )
+    known &= (columns.write[same] < columns.write[value]) & (columns.fingerprint[same] >= 0)
+    candidates = same[known]
     if not len(candidates):
         return None
     return trace.fingerprint(int(candidates[np.argmax(columns.write[candidates])]))
@@ -110,9 +126,10 @@ def _content_before(trace: Trace, value: int) -> Any:
 def _uninitialised(trace: Trace, steps: _Steps) -> Iterator[Finding]:
     """The first op that reads each piece of unwritten memory; what follows from it is not said again."""
     seen: set[int] = set()
+    storages = _Storages(trace)
     for index in np.flatnonzero(trace.ops.flags & READ_UNINITIALISED).tolist():
         op = trace.op(index)
-        made = _unwritten(trace, op.inputs)
+        made = _unwritten(trace, storages, op.inputs)
         if made in seen:
             continue
         seen.add(made)
@@ -143,14 +160,11 @@ def _uninitialised(trace: Trace, steps: _Steps) -> Iterator[Finding]:
         )
 
 
-def _unwritten(trace: Trace, inputs: Sequence[int]) -> int:
+def _unwritten(trace: Trace, storages: _Storages, inputs: Sequence[int]) -> int:
     """The op that made the first unwritten input's storage; -1 if that is not known."""
-    columns = trace.values
     for value in inputs:
-        if not value:
-            continue
-        owner = np.flatnonzero((columns.storage == columns.storage[value]) & (trace.producer >= 0))
-        made = int(trace.producer[owner].min(initial=len(trace.ops)))
+        makers = trace.producer[storages.of(value)] if value else np.zeros(0, np.int64)
+        made = int(makers[makers >= 0].min(initial=len(trace.ops)))
         if made < len(trace.ops) and trace.op_info(int(trace.ops.signature[made])).uninitialised:
             return made
     return -1

@@ -1,0 +1,252 @@
+"""What one run alone shows to be wrong, and what it does not."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from opdrift.findings import findings
+from opdrift.testing import Builder, trace
+
+
+def places(*traces):
+    return [(f.kind, f.cause.slug, f.name, f.op, f.module, f.seq) for f in findings(traces)]
+
+
+def array(*numbers):
+    return np.array(numbers, np.float32)
+
+
+# ---- nothing -------------------------------------------------------------------------------------------
+
+
+def test_a_healthy_run_has_no_findings():
+    """Ops, scopes, in-place writes and views are no findings."""
+    assert places(trace("fc{ t addmm } relu add_ mm* native_layer_norm")) == []
+
+
+def test_an_empty_run_has_no_findings():
+    """A trace without ops is read without trouble."""
+    assert places(Builder().build()) == []
+
+
+# ---- hidden writes -------------------------------------------------------------------------------------
+
+
+def slot(*, content):
+    """A buffer is used, its memory changes without an op, and it is used again."""
+    build = Builder()
+    x, slot = build.leaf("x", kind="input"), build.leaf("slot", kind="buffer", content="old")
+    with build.scope("layers.0"):
+        x = build.op("mm", x, slot)
+    slot = build.hidden_write(slot, "slot", content=content)
+    with build.scope("layers.1"):
+        x = build.op("mm", x, slot)
+    build.output(x)
+    return build.build()
+
+
+def test_content_that_changed_with_no_op_is_a_hidden_write():
+    """It is named by the leaf and placed at the op that read the new content."""
+    assert places(slot(content="new")) == [
+        ("hidden-write", "race", "slot", "aten.mm.default", "layers.1", 2)
+    ]
+
+
+def test_memory_that_moved_with_its_content_is_no_finding():
+    """An address that changed makes the recorder look again; equal content is no write."""
+    build = Builder()
+    old = build.leaf("slot", kind="buffer")
+    slot = build.hidden_write(old, "slot", content=build.content(old))
+    build.op("mm", build.leaf("x", kind="input"), slot)
+    assert places(build.build()) == []
+
+
+def test_a_change_of_unknown_content_is_no_finding():
+    """Where the earlier content was never read, nobody can say that it changed."""
+    build = Builder()
+    x = build.leaf("x", kind="input")
+    build.name(build.again(x), "x", kind="buffer", when="changed")
+    build.op("relu", x)
+    assert places(build.build()) == []
+
+
+def test_one_storage_under_three_names_is_one_finding():
+    """All names are said; the first one names the finding."""
+    build = Builder()
+    old = build.leaf("layers.0.slot", kind="buffer", content="old")
+    new = build.hidden_write(old, "layers.0.slot", content="new")
+    build.name(new, "layers.1.slot", kind="buffer", when="changed")
+    build.op("mm", build.leaf("x", kind="input"), new)
+    (found,) = findings([build.build()])
+    assert found.name == "layers.0.slot"
+    assert "layers.0.slot, layers.1.slot" in found.cause.summary
+
+
+# ---- uninitialised memory ------------------------------------------------------------------------------
+
+
+def test_the_first_reader_of_unwritten_memory_is_a_finding():
+    """One `empty` is one finding, told by its first reader and its maker."""
+    build = Builder()
+    x, table = (
+        build.leaf("x", kind="input"),
+        build.op("empty", shape=(4, 8), source=("model.py", 7, "build")),
+    )
+    with build.scope("pos"):
+        x = build.op("add.Tensor", x, table, read_uninitialised=True)
+        build.op("add.Tensor", x, table, read_uninitialised=True)
+
+    (found,) = findings([build.build()])
+
+    assert (found.kind, found.cause.slug, found.op, found.module, found.seq) == (
+        "uninitialised", "uninitialised", "aten.add.Tensor", "pos", 2,
+    )  # fmt: skip
+    assert "model.py:7 in build" in found.cause.evidence[0]
+
+
+# ---- NaN and infinity ----------------------------------------------------------------------------------
+
+
+def test_the_op_that_makes_the_first_nan_is_a_finding():
+    """Ops that pass NaN on are not."""
+    build = Builder()
+    x = build.leaf("x", kind="input", content=array(1, -1))
+    with build.scope("norm"):
+        x = build.op("sqrt", x, content=array(1, math.nan))
+    x = build.op("relu", x, content=array(1, math.nan))
+    build.op("mul.Tensor", x, x, content=array(math.nan, math.nan))
+    assert places(build.build()) == [("nan", "nan", None, "aten.sqrt.default", "norm", 1)]
+
+
+def test_nan_is_followed_through_views():
+    """A view has no fingerprint; what it views tells that the NaN is old."""
+    build = Builder()
+    x = build.op(
+        "div.Tensor", build.leaf("x", kind="input", content=array(0, 1)), content=array(math.nan, 1)
+    )
+    x = build.op("view", build.op("view", x, shape=(1, 2)), shape=(2,))
+    build.op("relu", x, content=array(math.nan, 1))
+    assert [place[3] for place in places(build.build())] == ["aten.div.Tensor"]
+
+
+def test_a_parameter_with_nan_is_named_itself():
+    """The op that first reads it is not blamed."""
+    build = Builder()
+    w = build.leaf("head.weight", content=array(1, math.nan))
+    build.op(
+        "mul.Tensor",
+        build.leaf("x", kind="input", content=array(1, 1)),
+        w,
+        content=array(1, math.nan),
+    )
+    assert places(build.build()) == [("nan", "nan", "head.weight", None, "head", None)]
+
+
+def test_overflow_is_found_before_the_nan_that_it_becomes():
+    """An infinity and the NaN made of it are two steps of one story, both told."""
+    build = Builder()
+    x = build.op(
+        "pow.Tensor_Scalar",
+        build.leaf("x", kind="input", content=array(300, 1)),
+        content=array(math.inf, 1),
+    )
+    build.op("sub.Tensor", x, x, content=array(math.nan, 0))
+    assert [(place[3], place[5]) for place in places(build.build())] == [
+        ("aten.pow.Tensor_Scalar", 1),
+        ("aten.sub.Tensor", 2),
+    ]
+
+
+@pytest.mark.parametrize("settings", [{"value": -math.inf}, {"value": [1.0, -math.inf]}])
+def test_an_infinity_that_the_program_asked_for_is_no_finding(settings):
+    """Causal masks are filled with -inf on purpose, and what reads them inherits it."""
+    build = Builder()
+    mask = build.op("masked_fill.Scalar", build.leaf("x", kind="input", content=array(1, 1)), settings=settings,
+                    content=array(1, -math.inf))  # fmt: skip
+    build.op("add.Tensor", mask, mask, content=array(2, -math.inf))
+    assert places(build.build()) == []
+
+
+def test_a_row_that_is_masked_everywhere_makes_a_nan():
+    """The softmax had an infinite input, yet its NaN is new."""
+    build = Builder()
+    scores = build.op("masked_fill.Scalar", build.leaf("x", kind="input", content=array(1, 1)),
+                      settings={"value": -math.inf}, content=array(-math.inf, -math.inf))  # fmt: skip
+    build.op("_softmax", scores, content=array(math.nan, math.nan))
+    assert [place[3] for place in places(build.build())] == ["aten._softmax.default"]
+
+
+# ---- gathers -------------------------------------------------------------------------------------------
+
+
+def gather(build, rank, *, intact=True, segments=("a", "b"), **fields):
+    shard = {"raw": "ab"[rank], "n": 4, "code": 0}
+    build.mark(
+        "gather", library="fairscale", unit="layers.0", buffer="flat_param_0", nth=1, ranks=[0, 1], rank=rank, shard=shard,
+        parameters=["layers.0.fc.weight", "layers.0.fc.bias"],
+        segments=[{"raw": s, "n": 4, "code": 0} for s in segments], intact=intact, **fields,
+    )  # fmt: skip
+
+
+def test_a_gather_that_is_not_its_shard_is_a_finding():
+    """It names the parameter, how many elements, and that they are zeros."""
+    build = Builder()
+    gather(
+        build,
+        0,
+        intact=False,
+        mismatch=[{"parameter": "layers.0.fc.bias", "offset": 8, "numel": 4, "zeros": True}],
+    )
+
+    (found,) = findings([build.build()])
+
+    assert (found.kind, found.cause.slug, found.name, found.module) == (
+        "gather", "fsdp-gather", "layers.0.fc.bias", "layers.0",
+    )  # fmt: skip
+    assert (
+        "layers.0.fc.bias: 4 elements from 8 on are not the shard's, all zeros"
+        in found.cause.evidence
+    )
+
+
+def test_an_intact_gather_is_no_finding():
+    """Each rank's segment is what its owner held."""
+    ranks = []
+    for rank in (0, 1):
+        build = Builder(rank=rank)
+        gather(build, rank)
+        ranks.append(build.build())
+    assert places(*ranks) == []
+
+
+def test_segments_in_the_wrong_order_show_across_ranks():
+    """Rank 1's own half is right, the other half is not what rank 0 held."""
+    ranks = []
+    for rank, segments in ((0, "ab"), (1, "xb")):
+        build = Builder(rank=rank)
+        gather(build, rank, segments=segments)
+        ranks.append(build.build())
+    (found,) = findings(ranks)
+    assert (found.rank, found.cause.evidence[-1]) == (
+        1,
+        "the segment of rank 0 is not what rank 0 held",
+    )
+
+
+# ---- steps and order -----------------------------------------------------------------------------------
+
+
+def test_findings_say_their_step_and_come_in_order():
+    """Steps are counted from the program's own marks, by their number where they have one."""
+    build = Builder()
+    x = build.leaf("x", kind="input", content=array(1, 1))
+    build.mark("step")
+    x = build.op("relu", x, content=array(1, 1))
+    build.mark("step", step=7)
+    x = build.op("log", x, content=array(-math.inf, 1))
+    build.mark("step")
+    build.op("sub.Tensor", x, x, content=array(math.nan, 0))
+    assert [(f.seq, f.step) for f in findings([build.build()])] == [(2, 7), (3, 2)]
