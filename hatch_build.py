@@ -26,6 +26,7 @@ FLAGS = (
     "-std=gnu11",
     "-O3",
     "-ffp-contract=off",
+    "-fno-strict-aliasing",
     "-fno-math-errno",
     "-fvisibility=hidden",
     "-fPIC",
@@ -68,26 +69,41 @@ class CannotCompileError(Exception):
 
 
 def compile_core(source: Path, target: Path, warn: Callable[[str], None]) -> list[Path]:
-    """Compile every build this compiler and machine can make; the plainest one must work."""
-    for stale in target.glob("_tfp1_*.so"):
-        stale.unlink()
+    """Compile every build this compiler and machine can make; the plainest one must work.
+
+    Afterwards `target` holds the libraries of this call and no older ones.
+    """
+    built: list[Path] = []
+    try:
+        compiler = find_compiler()
+        for name, extra in builds_of_machine().items():
+            library = target / f"_tfp1_{name}.so"
+            failure = compile_one(compiler, source, extra, library)
+            if failure is None:
+                built.append(library)
+            elif name == "baseline":
+                raise CannotCompileError(f"{' '.join(compiler)}: {failure}")
+            else:
+                warn(f"opdrift: no {name} build of the fingerprint core ({failure})")
+        return built
+    finally:
+        for stale in set(target.glob("_tfp1_*.so")) - set(built):
+            stale.unlink()
+
+
+def find_compiler() -> list[str]:
+    """The command of the C compiler."""
     if os.environ.get("OPDRIFT_NO_COMPILE", "") not in ("", "0"):
         raise CannotCompileError("OPDRIFT_NO_COMPILE is set")
     compiler = shlex.split(os.environ.get("CC", "cc"))
     if not compiler or shutil.which(compiler[0]) is None:
         raise CannotCompileError(f"no C compiler {' '.join(compiler)!r}")
-    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
-    built = []
-    for name, extra in (X86_BUILDS if is_x86 else {"baseline": ()}).items():
-        library = target / f"_tfp1_{name}.so"
-        failure = compile_one(compiler, source, extra, library)
-        if failure is None:
-            built.append(library)
-        elif name == "baseline":
-            raise CannotCompileError(f"{' '.join(compiler)}: {failure}")
-        else:
-            warn(f"opdrift: no {name} build of the fingerprint core ({failure})")
-    return built
+    return compiler
+
+
+def builds_of_machine() -> dict[str, tuple[str, ...]]:
+    """Compiler flags of each build, the plainest first."""
+    return X86_BUILDS if platform.machine().lower() in ("x86_64", "amd64") else {"baseline": ()}
 
 
 def compile_one(
@@ -95,7 +111,9 @@ def compile_one(
 ) -> str | None:
     """Compile one library; what went wrong, or None. The file appears whole or not at all."""
     partial = library.with_suffix(f".{os.getpid()}")
-    define = f"-DOPDRIFT_SOURCE={zlib.crc32(source.read_bytes())}u"
+    parts = sorted(source.parent.glob("_tfp1*.[ch]"))  # compiled.py compares this checksum
+    checksum = zlib.crc32(b"".join(part.read_bytes() for part in parts))
+    define = f"-DOPDRIFT_SOURCE={checksum}u"
     command = [*compiler, *FLAGS, *extra, define, "-o", str(partial), str(source)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode == 0:

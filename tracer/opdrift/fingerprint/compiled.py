@@ -76,11 +76,16 @@ def _checked(build: str) -> ctypes.PyDLL:
     except OSError as error:
         raise NotAvailableError(f"the compiled library does not load: {error}") from error
     library.opdrift_source.restype = ctypes.c_uint32
-    if library.opdrift_source() != zlib.crc32((_FOLDER / "_tfp1.c").read_bytes()):
+    if library.opdrift_source() != _source_checksum():
         raise NotAvailableError(
             "the compiled library is from another version: install opdrift again"
         )
     return library
+
+
+def _source_checksum() -> int:
+    """As hatch_build.py computes it: a checkout can move on without being built again."""
+    return zlib.crc32(b"".join(part.read_bytes() for part in sorted(_FOLDER.glob("_tfp1*.[ch]"))))
 
 
 @cache

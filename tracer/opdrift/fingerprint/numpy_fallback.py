@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
-from functools import cache
-from typing import Any, Final
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +31,6 @@ from opdrift.tfp1 import (
 
 _CHUNK: Final = 4096
 _BLOCK: Final = 16 * _CHUNK  # components per step: a few MB of temporaries
-_GROUPS: Final = np.arange(8)
 _LANES: Final = np.arange(ROW_LANES)
 _NUMPY_TYPE: Final = {
     Code.F32: np.float32,
@@ -93,17 +92,12 @@ def _write(address: int, data: Bytes, kind: int, value: int) -> np.void:
     code = _code(kind)
     n = data.size // code.bytes
     rows = _memory(address, ROW_BYTES).view(ROW)
-    rows[:] = np.zeros(1, ROW)
+    rows[:] = _EMPTY_ROW
     row: np.void = rows[0]
     row["raw"] = _raw(data, code.bytes)
     row["n"] = n
-    row["min"], row["max"] = np.inf, -np.inf
-    row["version"], row["code"], row["flags"], row["value"] = (
-        VERSION,
-        code,
-        HAS_RAW | HAS_SAMPLE,
-        value,
-    )
+    row["code"] = code
+    row["value"] = value
     positions = list(sample_positions(n))
     row["sample"][: len(positions)] = data.view(f"<u{code.bytes}")[positions]
     if code is not Code.RAW:
@@ -111,6 +105,17 @@ def _write(address: int, data: Bytes, kind: int, value: int) -> np.void:
         with np.errstate(all="ignore"):
             _write_statistics(row, data, kind, code)
     return row
+
+
+def _empty_row() -> NDArray[np.void]:
+    rows = np.zeros(1, ROW)
+    rows["min"], rows["max"] = np.inf, -np.inf
+    rows["version"], rows["flags"] = VERSION, HAS_RAW | HAS_SAMPLE
+    rows.flags.writeable = False
+    return rows
+
+
+_EMPTY_ROW: Final = _empty_row()
 
 
 # -- digest ---------------------------------------------------------------------------------------
@@ -169,28 +174,31 @@ def _write_statistics(row: np.void, data: Bytes, kind: int, code: Code) -> None:
     normal = _SMALLEST_NORMAL.get(code, 0.0)
     if code is Code.FP8:
         normal = fp8_smallest_normal(FP8_FORMATS[kind - FIRST_FP8_KIND])
+    low, high, total, squares = np.inf, -np.inf, 0.0, 0.0
     sketch = np.zeros(ROW_LANES)
-    for start in range(0, row["n"], _BLOCK):
-        values = _values(data[start * code.bytes : (start + _BLOCK) * code.bytes], kind, code)
+    for block in range(-(-int(row["n"]) // _BLOCK)):
+        start, end = block * _BLOCK * code.bytes, (block + 1) * _BLOCK * code.bytes
+        values = kept = _values(data[start:end], kind, code)
         finite = np.isfinite(values)
         if not finite.all():
+            kept = values[finite]
             row["nan"] += np.count_nonzero(np.isnan(values))
             row["pinf"] += np.count_nonzero(values == np.inf)
             row["ninf"] += np.count_nonzero(values == -np.inf)
-        kept = values[finite]
-        if kept.size:
-            row["min"] = min(row["min"], kept.min())
-            row["max"] = max(row["max"], kept.max())
-        row["zero"] += np.count_nonzero(kept == 0.0)
-        row["sub"] += np.count_nonzero((kept != 0.0) & (np.abs(kept) < normal))
-        row["sum"] += kept.sum()
-        row["ssq"] += (kept * kept).sum()
-        for chunk in _chunk_sketches(np.where(finite, values, 0.0), start):
-            sketch += chunk
-    if row["min"] <= row["max"]:
-        row["min"] += 0.0  # -0 becomes 0: which of the two comes first is chance
-        row["max"] += 0.0
-        row["absmax"] = max(abs(row["min"]), abs(row["max"]))
+            values = np.where(finite, values, 0.0)
+        if kept.size == 0:
+            continue
+        low, high = min(low, float(kept.min())), max(high, float(kept.max()))
+        zeros = kept.size - np.count_nonzero(kept)
+        row["zero"] += zeros
+        if normal:
+            row["sub"] += np.count_nonzero(np.abs(kept) < normal) - zeros
+        total += float(kept.sum())
+        squares += float((kept * kept).sum())
+        sketch += _block_sketch(values, block)
+    row["min"], row["max"] = low + 0.0, high + 0.0  # -0 becomes 0: which comes first is chance
+    row["absmax"] = max(abs(low), abs(high)) if low <= high else 0.0
+    row["sum"], row["ssq"] = total, squares
     row["flags"] |= HAS_STATISTICS | HAS_SKETCH
     if stored_buckets(code.bytes) == 32:
         row["sketch"][:] = (sketch[:32] + sketch[32:]).view(np.uint8)
@@ -198,29 +206,42 @@ def _write_statistics(row: np.void, data: Bytes, kind: int, code: Code) -> None:
         row["sketch"][:] = sketch.astype(np.float32).view(np.uint8)
 
 
-@cache
-def _signs() -> Doubles:
-    bits = [
-        [splitmix64(SIGN_SEED + row) >> lane & 1 for lane in range(ROW_LANES)] for row in range(64)
-    ]
-    return 1.0 - 2.0 * np.array(bits, np.float64)
-
-
-def _chunk_sketches(values: Doubles, start: int) -> Iterator[Doubles]:
-    """The sketch of each chunk of values that begin at component `start`, as tfp1.sketch_slot says."""
+def _block_sketch(values: Doubles, block: int) -> Doubles:
+    """The sketch of the values of one block, as tfp1.sketch_slot says."""
     rows = -(-values.size // ROW_LANES)
     padded = np.zeros((rows, ROW_LANES))
     padded.reshape(-1)[: values.size] = values
-    row = np.arange(start // ROW_LANES, start // ROW_LANES + rows)
+    plan = _plan(block)
+    padded *= plan.signs[:rows]
+    moved = padded.reshape(-1).take(plan.sources[:rows])
+    sketch = np.zeros(ROW_LANES)
+    for chunk in range(-(-rows // 64)):
+        sketch += moved[chunk * 64 : chunk * 64 + 64].sum(0)[plan.lanes[chunk]]
+    return sketch
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What the sketch does with a block of rows; read only."""
+
+    signs: Doubles  # (rows, 64)
+    sources: NDArray[np.int64]  # (rows, 64): the component that each bucket takes
+    lanes: NDArray[np.int64]  # (chunks, 64): how the chunk's buckets change places at its end
+
+
+@lru_cache(maxsize=16)  # the first 4 MB of a float32 tensor; 1 MB each
+def _plan(block: int) -> _Plan:
+    rows = np.arange(_BLOCK // ROW_LANES)
+    row = rows + block * len(rows)
+    chunks = np.arange(_BLOCK // _CHUNK) + block * (_BLOCK // _CHUNK)
     mixed = _mix32(row)
-    flip = 1.0 - 2.0 * (mixed & 1)
-    signed: Any = (padded * _signs()[row & 63] * flip[:, None]).reshape(rows, 8, 8)
-    source = _GROUPS ^ ((mixed >> 1) & 7)[:, None]
-    buckets = np.take_along_axis(signed, source[:, :, None], axis=1).reshape(rows, ROW_LANES)
-    for first in range(0, rows, 64):
-        chunk = (start // ROW_LANES + first) // 64
-        turn = int(_mix32(np.array([chunk ^ CHUNK_SEED]))[0]) & 63
-        yield buckets[first : first + 64].sum(0)[_LANES ^ turn]
+    words = [splitmix64(SIGN_SEED + k) for k in range(64)]
+    negative = np.array([[word >> lane & 1 for lane in range(ROW_LANES)] for word in words])
+    return _Plan(
+        signs=1.0 - 2.0 * (negative[row & 63] ^ (mixed & 1)[:, None]),
+        sources=rows[:, None] * ROW_LANES + (_LANES ^ 8 * ((mixed >> 1) & 7)[:, None]),
+        lanes=_LANES ^ (_mix32(chunks ^ CHUNK_SEED) & 63)[:, None],
+    )
 
 
 def _mix32(x: NDArray[np.int64]) -> NDArray[np.int64]:
