@@ -63,6 +63,9 @@ _LAYOUTS: Final = {
 #: float32, so a difference smaller than this part of the norm is lost in the storing.
 _FLOOR: Final = {32: 2.0**-28, 64: 2.0**-24}
 
+#: So many samples must differ before they are taken to speak for all elements.
+_DENSE: Final = 8
+
 #: Digits to try for the one that changed, about 1 us each.
 _SEARCH_LIMIT: Final = 1 << 16
 
@@ -208,12 +211,12 @@ def _sampled(left: Fingerprint, right: Fingerprint, base: Difference) -> Differe
     found = replace(
         base,
         max_abs=float(np.abs(delta).max(initial=0.0)),
-        ulp=_ulp(Code(left.code), Code(right.code), a, b),
+        ulp=_ulp(left, right, a, b),
     )
     if len(a) != left.n:
         return found
-    size = float(np.linalg.norm(delta))
-    relative = _ratio(size, float(np.linalg.norm(_finite(a))))
+    size = _length(delta)
+    relative = _ratio(size, _length(_finite(a)))
     found = replace(found, absolute_l2=size, relative=relative, how="exact", uncertainty=0.0)
     return _changed_sample(left, right, found) if left.code == right.code else found
 
@@ -232,19 +235,26 @@ def _finite(values: Doubles) -> Doubles:
     return np.where(np.isfinite(values), values, 0.0)
 
 
-def _ulp(left: Code, right: Code, a: Doubles, b: Doubles) -> float | None:
+def _ulp(left: Fingerprint, right: Fingerprint, a: Doubles, b: Doubles) -> float | None:
     """The largest distance in units in the last place of the coarser type, where both are finite."""
-    if left not in _FLOATS or right not in _FLOATS:
-        return None
-    bits, lowest = _FLOATS[min(left, right, key=lambda code: _FLOATS[code][0])]
+    codes = Code(left.code), Code(right.code)
     both = np.isfinite(a) & np.isfinite(b)
-    a, b = a[both], b[both]
-    if not len(a):
+    if not all(code in _FLOATS for code in codes) or not both.any():
         return None
-    # The spacing of the smaller one's binade would count a step over a power of two twice.
+    if codes[0] == codes[1]:
+        pairs = zip(left.sample[both].tolist(), right.sample[both].tolist(), strict=True)
+        sign = 1 << 8 * codes[0].bytes - 1
+        return float(max(abs(_step(x, sign) - _step(y, sign)) for x, y in pairs))
+    a, b = a[both], b[both]
+    bits, lowest = _FLOATS[min(codes, key=lambda code: _FLOATS[code][0])]
     exponent = np.frexp(np.maximum(np.abs(a), np.abs(b)))[1] - 1
     spacing = np.ldexp(1.0, np.maximum(exponent, lowest) - bits)
     return float((np.abs(a - b) / spacing).max())
+
+
+def _step(bits: int, sign: int) -> int:
+    """A float's bit pattern as its place in the order of the numbers of its type; both zeros are 0."""
+    return sign - bits if bits & sign else bits
 
 
 # ---- sizes from sketches and statistics --------------------------------------------------------------
@@ -255,19 +265,28 @@ def _sketched(left: Fingerprint, right: Fingerprint, base: Difference) -> Differ
     buckets = _bucket_differences(left, right)
     if buckets is None:
         return None
-    squares = buckets * buckets
-    size = math.sqrt(float(squares.sum()))
+    size = _length(buckets)
     norm = _norm(left)
     relative = None if norm is None else _ratio(size, norm)
-    fourth = float((squares * squares).sum())
     return replace(
         base,
         absolute_l2=size,
         relative=relative,
-        sparsity=float(squares.sum()) ** 2 / fourth if fourth > 0 else None,
+        sparsity=_participation(buckets / size) if size > 0 else None,
         how="unavailable" if relative is None else "sketch",
         uncertainty=None if relative is None else _sketch_uncertainty(relative, left, right),
     )
+
+
+def _length(vector: Doubles) -> float:
+    """The norm; scaled first, since squares of float64 values may overflow."""
+    scale = float(np.abs(vector).max(initial=0.0))
+    return scale * float(np.linalg.norm(vector / scale)) if scale > 0 else 0.0
+
+
+def _participation(direction: Doubles) -> float:
+    """(sum d^2)^2 / sum d^4 of a vector of length 1: over how many of its elements it is spread."""
+    return 1 / float((direction**4).sum())
 
 
 def _bucket_differences(left: Fingerprint, right: Fingerprint) -> Doubles | None:
@@ -296,7 +315,7 @@ def _sketch_uncertainty(relative: float, left: Fingerprint, right: Fingerprint) 
 
 
 def _estimated(left: Fingerprint, right: Fingerprint, base: Difference) -> Difference:
-    """A lower bound from the statistics, for contents without a usable sketch.
+    """From the samples, if they show a dense difference, else a lower bound; for contents without a sketch.
 
     With d = left - right: abs(||left|| - ||right||) <= ||d||, abs(sum d) <= sqrt(n) ||d||, and a change
     of an extreme value is at most the largest element of d. A sampled difference counts as well.
@@ -311,6 +330,12 @@ def _estimated(left: Fingerprint, right: Fingerprint, base: Difference) -> Diffe
         bounds.append(abs(left.sum - right.sum) / math.sqrt(max(left.n, 1)))
         bounds += [abs(left.min - right.min), abs(left.max - right.max)]
     size = max((b for b in bounds if math.isfinite(b)), default=0.0)
+    sampled = _sampled_length(left, right)
+    if sampled is not None and sampled > size:
+        relative = _ratio(sampled, norms[0])
+        return replace(
+            base, absolute_l2=sampled, relative=relative, how="sample", uncertainty=relative / 2
+        )
     return replace(
         base,
         absolute_l2=size,
@@ -318,6 +343,17 @@ def _estimated(left: Fingerprint, right: Fingerprint, base: Difference) -> Diffe
         how="statistics",
         uncertainty=math.inf,
     )
+
+
+def _sampled_length(left: Fingerprint, right: Fingerprint) -> float | None:
+    """The norm of a dense difference, extrapolated from the samples; None where few of them differ."""
+    a, b = _decoded(left), _decoded(right)
+    if a is None or b is None:
+        return None
+    delta = _finite(a) - _finite(b)
+    if np.count_nonzero(delta) < _DENSE:
+        return None
+    return _length(delta) * math.sqrt(left.n / len(delta))
 
 
 # ---- one changed element -----------------------------------------------------------------------------
