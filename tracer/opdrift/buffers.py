@@ -10,6 +10,8 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
+import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -17,6 +19,9 @@ import numpy as np
 from opdrift.tracefile.writer import fingerprint_columns, list_column
 
 if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
+
     from opdrift.tracefile.writer import TraceWriter
 
 OP: Final = struct.Struct("<qqqqQIIIBBHHII")
@@ -40,10 +45,20 @@ OP_FIELDS: Final = np.dtype(
 )
 CALL: Final = struct.Struct("<IIIIIBB")
 CALL_FIELDS: Final = np.dtype(
-    [("call", "<u4"), ("parent", "<u4"), ("path", "<u4"), ("number", "<u4"), ("source", "<u4"), ("training", "u1"), ("thread", "u1")]
+    [
+        ("call", "<u4"),
+        ("parent", "<u4"),
+        ("path", "<u4"),
+        ("number", "<u4"),
+        ("source", "<u4"),
+        ("training", "u1"),
+        ("thread", "u1"),
+    ]
 )
 VALUE: Final = struct.Struct("<qqqII")
-VALUE_FIELDS: Final = np.dtype([("value", "<i8"), ("storage", "<i8"), ("offset", "<i8"), ("write", "<u4"), ("meta", "<u4")])
+VALUE_FIELDS: Final = np.dtype(
+    [("value", "<i8"), ("storage", "<i8"), ("offset", "<i8"), ("write", "<u4"), ("meta", "<u4")]
+)
 
 OPS: Final = 4096
 VALUES: Final = 8192
@@ -73,6 +88,7 @@ class ThreadBuffers:
         "ident",
         "ids",
         "index",
+        "module",
         "modules",
         "op_count",
         "ops",
@@ -81,6 +97,7 @@ class ThreadBuffers:
         "seq",
         "source",
         "stack",
+        "unread",
         "value_count",
         "values",
     )
@@ -94,8 +111,12 @@ class ThreadBuffers:
         self.calls = bytearray(CALL.size * CALLS)
         self.fingerprint_row = fingerprint_row
         self.fingerprints = bytearray(fingerprint_row.itemsize * FINGERPRINTS)
-        self.fingerprint_at = ctypes.addressof((ctypes.c_char * len(self.fingerprints)).from_buffer(self.fingerprints))
-        self.op_count = self.value_count = self.fingerprint_count = self.id_count = self.call_count = 0
+        self.fingerprint_at = ctypes.addressof(
+            (ctypes.c_char * len(self.fingerprints)).from_buffer(self.fingerprints)
+        )
+        self.op_count = self.value_count = self.fingerprint_count = self.id_count = (
+            self.call_count
+        ) = 0
         #: how far each buffer was flushed by the watchdog: ops, values, fingerprints, ids, calls
         self.done = [0, 0, 0, 0, 0]
         self.call = 0
@@ -104,10 +125,13 @@ class ThreadBuffers:
         #: when the last op ended
         self.clock = 0
         self.paused = 0
-        #: the path of the present call, and how many module calls are open
+        #: arguments whose content the present op does not read; None where it reads none at all
+        self.unread: Sequence[Tensor] | None = ()
+        #: the path and the module of the present call, and how many module calls are open
         self.path = ""
+        self.module: weakref.ref[Module] | None = None
         self.modules = 0
-        self.stack: list[tuple[int, int, str]] = []
+        self.stack: list[tuple[int, int, str, weakref.ref[Module] | None]] = []
 
     @property
     def pending(self) -> bool:
@@ -141,26 +165,46 @@ class ThreadBuffers:
         done = self.done
         if values > done[1]:
             rows = np.frombuffer(self.values, VALUE_FIELDS, values)[done[1] :]
-            writer.append("values", [np.ascontiguousarray(rows[name]) for name in VALUE_FIELDS.names or ()])
+            writer.append(
+                "values", [np.ascontiguousarray(rows[name]) for name in VALUE_FIELDS.names or ()]
+            )
         if fingerprints > done[2]:
-            writer.append("tensors", fingerprint_columns(np.frombuffer(self.fingerprints, self.fingerprint_row, fingerprints)[done[2] :]))
+            writer.append(
+                "tensors",
+                fingerprint_columns(
+                    np.frombuffer(self.fingerprints, self.fingerprint_row, fingerprints)[done[2] :]
+                ),
+            )
         if calls > done[4]:
             rows = np.frombuffer(self.calls, CALL_FIELDS, calls)[done[4] :]
-            writer.append("calls", [np.ascontiguousarray(rows[name]) for name in CALL_FIELDS.names or ()])
+            writer.append(
+                "calls", [np.ascontiguousarray(rows[name]) for name in CALL_FIELDS.names or ()]
+            )
         ids = done[3]
         if ops > done[0]:
             ids += self._write_ops(writer, np.frombuffer(self.ops, OP_FIELDS, ops)[done[0] :], ids)
         self.done = [ops, values, fingerprints, ids, calls]
         if reset:
-            self.op_count = self.value_count = self.fingerprint_count = self.id_count = self.call_count = 0
-            self.done = [0, 0, 0, 0, 0]
+            self.discard()
+
+    def discard(self) -> None:
+        """Begin anew with empty buffers; only the owning thread may."""
+        self.op_count = self.value_count = self.fingerprint_count = self.id_count = (
+            self.call_count
+        ) = 0
+        self.done = [0, 0, 0, 0, 0]
 
     def _write_ops(self, writer: TraceWriter, rows: Any, start: int) -> int:
         inputs, outputs = rows["inputs"].astype(np.int64), rows["outputs"].astype(np.int64)
         total = int(inputs.sum() + outputs.sum())
         ids = np.frombuffer(self.ids, "<i8", start + total)[start:]
-        is_output = np.repeat(np.tile([False, True], len(rows)), np.stack([inputs, outputs], 1).ravel())
+        is_output = np.repeat(
+            np.tile([False, True], len(rows)), np.stack([inputs, outputs], 1).ravel()
+        )
         names = [name for name in OP_FIELDS.names or () if name not in ("inputs", "outputs")]
         columns: list[Any] = [np.ascontiguousarray(rows[name]) for name in names]
-        writer.append("ops", [*columns, list_column(inputs, ids[~is_output]), list_column(outputs, ids[is_output])])
+        writer.append(
+            "ops",
+            [*columns, list_column(inputs, ids[~is_output]), list_column(outputs, ids[is_output])],
+        )
         return total

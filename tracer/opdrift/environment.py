@@ -131,6 +131,7 @@ class Flags:
         "cudnn.enabled",
         "cudnn.benchmark",
         "mkldnn.enabled",
+        "num_threads",
         "fp32_precision.cuda.matmul",
     )
 

@@ -26,7 +26,9 @@ class _Watch:
 
 def _is_loaded(name: str) -> bool:
     module = sys.modules.get(name)
-    return module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False)
+    return module is not None and not getattr(
+        getattr(module, "__spec__", None), "_initializing", False
+    )
 
 
 @contextmanager
@@ -39,9 +41,9 @@ def watch_imports(wanted: Mapping[str, Callable[[], None]]) -> Iterator[Callable
     watch = _Watch(wanted)
     watch.look()
     if watch.wanted:
-        sys.meta_path.insert(0, watch)  # type: ignore[arg-type]
+        sys.meta_path.insert(0, watch)
     try:
         yield watch.look
     finally:
         if watch in sys.meta_path:
-            sys.meta_path.remove(watch)  # type: ignore[arg-type]
+            sys.meta_path.remove(watch)

@@ -15,6 +15,8 @@ from time import perf_counter_ns as now
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch import Size, Tensor
+from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opdrift.buffers import IDS, OP, OPS
@@ -30,24 +32,30 @@ from opdrift.neutral import (
 )
 from opdrift.plans import Plan, encode
 from opdrift.randomness import digest_before
-from opdrift.records import COMPILED, GRAD_ENABLED, PENDING, RAISED, READ_UNINITIALISED, REREAD, UNFINGERPRINTED
+from opdrift.records import (
+    COMPILED,
+    GRAD_ENABLED,
+    PENDING,
+    RAISED,
+    READ_UNINITIALISED,
+    REREAD,
+    UNFINGERPRINTED,
+)
 from opdrift.values import PLAIN, InFlight, Values
 
 if TYPE_CHECKING:
     from opdrift.buffers import ThreadBuffers
     from opdrift.sources import Sources
 
-Tensor: Final = torch.Tensor
-Parameter: Final = torch.nn.Parameter
-Size: Final = torch.Size
 #: Arguments whose text is their identity.
 _FIXED: Final = frozenset({torch.dtype, torch.device, torch.layout, torch.memory_format, complex})
 #: Tensors that torch itself uses to trace: the call must go through, and has no content.
 _TRACING: Final = frozenset({"FakeTensor", "FunctionalTensor"})
 _MAX_SIGNATURES: Final = 65536
 _NO_ARGUMENTS: Final[dict[str, Any]] = {}
+_NOTHING: Final[tuple[Tensor, ...]] = ()
 
-current_node: Final = torch._C._current_autograd_node
+current_node: Final[Callable[[], Any]] = torch._C._current_autograd_node
 sequence_number: Final = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 is_grad_enabled: Final = torch.is_grad_enabled
 
@@ -88,7 +96,7 @@ class RecordingMode(TorchDispatchMode):
         flush: Callable[[ThreadBuffers], None],
         failed: Callable[[str, BaseException], None],
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._values = values
         self._key = values.key
         self._sources = sources
@@ -114,7 +122,13 @@ class RecordingMode(TorchDispatchMode):
         """The program's own dispatch keys, for ops that need them."""
         self._keys = keys
 
-    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         """Run one op, and record it."""
         plan = self._plans.get(id(func))
         if plan is None:
@@ -127,17 +141,28 @@ class RecordingMode(TorchDispatchMode):
         if t.paused or not self.recording:
             return run(plan, args, kwargs or _NO_ARGUMENTS, self._keys)
         flags = 0
+        state: Any
+        entry: Any
         try:
             values, attribute = self._values, self._key
             key: list[Any] = [plan.id]
             inputs: list[int] = []
+            t.unread = (
+                written_tensors(plan, args, kwargs or _NO_ARGUMENTS)
+                if plan.overwrites
+                else _NOTHING
+                if plan.reads
+                else None
+            )
             for a in args:
                 kind = type(a)
                 if kind is Tensor or kind is Parameter:
                     try:
                         storage = a.untyped_storage()
                         state = getattr(storage, attribute, None)
-                        entry = state and state.values.get((a.shape, a.stride(), a.storage_offset(), a.dtype))
+                        entry = state and state.values.get(
+                            (a.shape, a.stride(), a.storage_offset(), a.dtype)
+                        )
                     except (RuntimeError, NotImplementedError):  # sparse, mkldnn, nested
                         flags |= self._other(t, a, None, key, inputs)
                         continue
@@ -145,13 +170,18 @@ class RecordingMode(TorchDispatchMode):
                         entry = values.adopt(t, a)
                         state = getattr(storage, attribute)
                     elif state.at:
-                        if storage.data_ptr() != state.at or (state.version is not None and a._version != state.version):
-                            entry = values.moved(t, a, state, entry)
-                            flags |= REREAD
+                        if storage.data_ptr() != state.at or (
+                            state.version is not None and a._version != state.version
+                        ):
+                            known, entry = entry, values.moved(t, a, state, entry)
+                            if entry is not known:
+                                flags |= REREAD
                         elif t.clock > values.gate:
                             entry = values.recheck(t, a, state, entry)
                     if state.special is not None and values.special(t, a, state, entry):
                         flags |= READ_UNINITIALISED
+                    if kind is Parameter and state.leaf is None:
+                        values.meet_parameter(t, a, state, entry)
                     inputs.append(entry[0])
                     key.append(entry[1])
                 elif kind is int or a is None:
@@ -168,7 +198,8 @@ class RecordingMode(TorchDispatchMode):
                 signature = self._signature(plan, signature_key, args, kwargs or _NO_ARGUMENTS)
             node = current_node()
             if node is None:
-                phase, number = 0, sequence_number()  # forward: what the autograd node will be called
+                # forward: what the autograd node will be called
+                phase, number = 0, sequence_number()
             else:
                 phase, number = 1, node._sequence_nr() & 0x7FFFFFFFFFFFFFFF
             frame = _getframe(1)
@@ -195,7 +226,9 @@ class RecordingMode(TorchDispatchMode):
             else:
                 out = plan.call(*args)
         except BaseException:
-            self._raised(t, plan, seq, started, number, rng, signature, source, phase, flags, inputs)
+            self._raised(
+                t, plan, seq, started, number, rng, signature, source, phase, flags, inputs
+            )
             raise
         ended = now()
 
@@ -219,7 +252,21 @@ class RecordingMode(TorchDispatchMode):
                 self._write_mark(t, "scalar", {"value": encode(out)})
             elif kind is not type(None):
                 self._outputs(t, plan, (out,), outputs)
-            self._commit(t, seq, started, ended - started, number, rng, signature, source, phase, flags, inputs, outputs, mutated)
+            self._commit(
+                t,
+                seq,
+                started,
+                ended - started,
+                number,
+                rng,
+                signature,
+                source,
+                phase,
+                flags,
+                inputs,
+                outputs,
+                mutated,
+            )
             t.clock = ended
             if ended > self.due:
                 self._flush(t)
@@ -254,7 +301,22 @@ class RecordingMode(TorchDispatchMode):
                 t.ids = bytearray(8 * (ins + outs))  # an op over more tensors than a buffer holds
         t.add_ids(inputs, outputs)
         OP.pack_into(
-            t.ops, row * OP.size, seq, started, duration, node, rng, signature, t.call, source, t.index, phase, flags, mutated, ins, outs
+            t.ops,
+            row * OP.size,
+            seq,
+            started,
+            duration,
+            node,
+            rng,
+            signature,
+            t.call,
+            source,
+            t.index,
+            phase,
+            flags,
+            mutated,
+            ins,
+            outs,
         )
         t.op_count = row + 1
 
@@ -273,13 +335,29 @@ class RecordingMode(TorchDispatchMode):
         inputs: list[int],
     ) -> None:
         try:
-            self._commit(t, seq, started, now() - started, node, rng, signature, source, phase, flags | RAISED, inputs, [], 0)
+            self._commit(
+                t,
+                seq,
+                started,
+                now() - started,
+                node,
+                rng,
+                signature,
+                source,
+                phase,
+                flags | RAISED,
+                inputs,
+                [],
+                0,
+            )
         except Exception as error:
             self._failed(plan.name, error)
 
     # ---- arguments -----------------------------------------------------------------------------------
 
-    def _other(self, t: ThreadBuffers, a: Any, kind: type | None, key: list[Any], inputs: list[int]) -> int:
+    def _other(
+        self, t: ThreadBuffers, a: Any, kind: type | None, key: list[Any], inputs: list[int]
+    ) -> int:
         """An argument that is no plain positional tensor, int or None; returns flags.
 
         As keys 1 == 1.0 == True and 0.0 == -0.0 and nan != nan, so floats go in as hex, bools tagged.
@@ -305,7 +383,9 @@ class RecordingMode(TorchDispatchMode):
             key.append("t")
             flags |= self._tensor(t, a, key, inputs)
         else:
-            key.append(type(a).__qualname__)  # generator, SymInt, script object, graph of a higher-order op
+            key.append(
+                type(a).__qualname__
+            )  # generator, SymInt, script object, graph of a higher-order op
         return flags
 
     def _tensor(self, t: ThreadBuffers, a: Tensor, key: list[Any], inputs: list[int]) -> int:
@@ -318,15 +398,18 @@ class RecordingMode(TorchDispatchMode):
             for part in parts(a):
                 self._tensor(t, part, key, inputs)
             return 0
-        state = getattr(storage, self._key, None)
-        entry = state and state.values.get(layout)
+        state: Any = getattr(storage, self._key, None)
+        entry: Any = state and state.values.get(layout)
         flags = 0
         if entry is None:
             entry = values.adopt(t, a)
             state = getattr(storage, self._key)
-        elif state.at and (storage.data_ptr() != state.at or (state.version is not None and a._version != state.version)):
-            entry = values.moved(t, a, state, entry)
-            flags = REREAD
+        elif state.at and (
+            storage.data_ptr() != state.at
+            or (state.version is not None and a._version != state.version)
+        ):
+            known, entry = entry, values.moved(t, a, state, entry)
+            flags = 0 if entry is known else REREAD
         if state.special is not None and values.special(t, a, state, entry):
             flags |= READ_UNINITIALISED
         inputs.append(entry[0])
@@ -351,7 +434,14 @@ class RecordingMode(TorchDispatchMode):
         for part in parts(out):
             self._values.output(t, part, outputs, quiet=False)
 
-    def _written(self, t: ThreadBuffers, plan: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: list[int]) -> None:
+    def _written(
+        self,
+        t: ThreadBuffers,
+        plan: Plan,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        outputs: list[int],
+    ) -> None:
         strided: list[Tensor] = []
         for tensor in written_tensors(plan, args, kwargs):
             try:
@@ -360,9 +450,17 @@ class RecordingMode(TorchDispatchMode):
                 strided.append(tensor)
             except (RuntimeError, NotImplementedError):
                 strided.extend(parts(tensor))
-        self._values.written(t, strided, outputs)
+        self._values.written(t, strided, outputs, bumps=plan.bumps)
 
-    def _collective(self, t: ThreadBuffers, plan: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any, outputs: list[int]) -> int:
+    def _collective(
+        self,
+        t: ThreadBuffers,
+        plan: Plan,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        out: Any,
+        outputs: list[int],
+    ) -> int:
         """A collective's output is not there when the mode regains control (H1).
 
         A synchronous one may be waited for here, since the program waits next anyway; an asynchronous
@@ -386,7 +484,9 @@ class RecordingMode(TorchDispatchMode):
         self._plain = self._plain.union(types)
         return True
 
-    def _subclass(self, plan: Plan, types: Sequence[type], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _subclass(
+        self, plan: Plan, types: Sequence[type], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
         """Wrapper subclasses run themselves, and their inner ops come back here as plain ones."""
         if any(kind.__qualname__ in _TRACING for kind in types):
             return run(plan, args, kwargs, self._keys)
@@ -400,11 +500,17 @@ class RecordingMode(TorchDispatchMode):
         self._write_name("op", plan.id, plan.describe())
         return plan
 
-    def _signature(self, plan: Plan, key: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    def _signature(
+        self, plan: Plan, key: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> int:
         if len(self._signatures) >= _MAX_SIGNATURES:
             self._signatures.clear()  # bounded; ids go on, a signature seen again gets a second one
         found = self._signatures[key] = next(self._signature_ids)
-        text = {"op": plan.id, "args": [self._encode(a) for a in args], "kwargs": {n: self._encode(a) for n, a in kwargs.items()}}
+        text = {
+            "op": plan.id,
+            "args": [self._encode(a) for a in args],
+            "kwargs": {n: self._encode(a) for n, a in kwargs.items()},
+        }
         self._write_name("signature", found, json.dumps(text))
         return found
 
@@ -415,7 +521,11 @@ class RecordingMode(TorchDispatchMode):
             except (RuntimeError, NotImplementedError):
                 # one TensorArgument a part, so that arguments and inputs stay in step
                 return [self._encode(part) for part in parts(a)]
-            return {"t": known[1][1]} if known is not None and known[1] is not None else {"x": "tensor"}
+            return (
+                {"t": known[1][1]}
+                if known is not None and known[1] is not None
+                else {"x": "tensor"}
+            )
         if isinstance(a, list | tuple):
             return [self._encode(item) for item in a]
         return encode(a)

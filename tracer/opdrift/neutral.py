@@ -31,7 +31,9 @@ def dispatch_keys() -> DispatchKeys | None:
     return _include_keys(), _exclude_keys()
 
 
-def run(plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any], keys: DispatchKeys | None) -> Any:
+def run(
+    plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any], keys: DispatchKeys | None
+) -> Any:
     """Run an op that needs a repair as it would have run without the mode.
 
     - Composite ops (seen whole under inference_mode) decompose with the program's keys: `linear` keeps `mm`.
@@ -46,7 +48,11 @@ def run(plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any], keys: Dispat
             return plan.call(*args, **kwargs)
     if not plan.lists_written:
         return plan.call(*args, **kwargs)
-    before = [(tensor, tensor._version) for tensor in written_tensors(plan, args, kwargs) if not tensor.is_inference()]
+    before = [
+        (tensor, tensor._version)
+        for tensor in written_tensors(plan, args, kwargs)
+        if not tensor.is_inference()
+    ]
     out = plan.call(*args, **kwargs)
     for tensor, version in before:
         if tensor._version == version:
@@ -59,11 +65,15 @@ def needs_repair(plan: Plan) -> bool:
     return plan.composite or plan.collective or plan.lists_written
 
 
-def written_tensors(plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+def written_tensors(
+    plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[torch.Tensor]:
     """The tensors that an op writes into, lists flattened."""
     found: list[torch.Tensor] = []
     for position, name in plan.writes:
-        argument = args[position] if position is not None and position < len(args) else kwargs.get(name)
+        argument = (
+            args[position] if position is not None and position < len(args) else kwargs.get(name)
+        )
         _collect(argument, found)
     return found
 
@@ -79,15 +89,19 @@ def _collect(argument: Any, found: list[torch.Tensor]) -> None:
 class Work(Protocol):
     """A c10d Work."""
 
-    def wait(self) -> Any: ...
-    def is_completed(self) -> bool: ...
+    def wait(self) -> Any:
+        """Block until the outputs may be read."""
+
+    def is_completed(self) -> bool:
+        """Whether the collective is done; on gloo that is not enough to read a reduce_scatter's output."""
+        ...
 
 
 def work_of(out: Any) -> Work | None:
     """The Work among a collective's results."""
     for item in out if isinstance(out, tuple | list) else (out,):
         if isinstance(item, torch.ScriptObject):
-            return torch._C._distributed_c10d.Work.unbox(item)  # type: ignore[no-any-return]
+            return torch._C._distributed_c10d.Work.unbox(item)
     return None
 
 
@@ -130,7 +144,9 @@ def around_compilation(off: Callable[[], None], on: Callable[[], None]) -> Calla
             handler.remove_start_callback(start)
         if end in handler.end_callbacks:
             handler.remove_end_callback(end)
-        if handler.clear is clear:  # else a recorder that began later still needs its own, which calls this
+        if (
+            handler.clear is clear
+        ):  # else a recorder that began later still needs its own, which calls this
             handler.clear = forget  # type: ignore[method-assign]
 
     register()
@@ -149,4 +165,6 @@ def hide_from_dynamo(*functions: Callable[..., Any]) -> None:
     except ImportError:
         return
     for function in functions:
-        set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+        set_code_exec_strategy(
+            function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+        )

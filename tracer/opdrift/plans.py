@@ -37,9 +37,54 @@ UNDECLARED: Final[dict[str, tuple[int, ...]]] = {
     "aten::miopen_batch_norm": (3, 4),
 }
 #: These hand out memory without writing it.
-UNINITIALISED: Final = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted", "empty_quantized"})
+UNINITIALISED: Final = frozenset(
+    {
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "new_empty",
+        "new_empty_strided",
+        "empty_permuted",
+        "empty_quantized",
+    }
+)
 #: These change which memory a tensor stands for; they write no content.
-REBINDING: Final = frozenset({"resize_", "set_", "resize_as_", "_resize_output_", "resize_as_sparse_"})
+REBINDING: Final = frozenset(
+    {"resize_", "set_", "resize_as_", "_resize_output_", "resize_as_sparse_"}
+)
+#: These write into their first argument without reading it.
+OVERWRITING: Final = frozenset(
+    {
+        "fill_",
+        "zero_",
+        "copy_",
+        "uniform_",
+        "normal_",
+        "bernoulli_",
+        "random_",
+        "exponential_",
+        "geometric_",
+        "cauchy_",
+        "log_normal_",
+    }
+    | {"_foreach_copy_", "_foreach_zero_", "eye", "arange"}
+)
+#: Of their tensor arguments these read the layout only.
+LAYOUT_ONLY: Final = frozenset(
+    {
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "rand_like",
+        "randn_like",
+        "randint_like",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "is_same_size",
+        "sym_size",
+    }
+)
 #: Collectives whose output another thread fills; only `wait` says when (notes: integrity I1).
 NEVER_WAIT: Final = frozenset({"c10d::send", "c10d::recv_", "c10d::recv_any_source_"})
 
@@ -54,6 +99,9 @@ class Plan:
         quiet: Its outputs are not fingerprinted: views, fresh memory, collectives that are not done.
         fresh: It hands out memory that nothing has written.
         rebinds: It changes a tensor's memory, not its content.
+        reads: It reads the content of its tensor arguments, but for those it `overwrites`.
+        overwrites: It writes into arguments without reading them.
+        bumps: Version counters of what it writes go up once the mode has returned.
         seeded: It may draw from a generator.
         collective: It is of c10d and returns a Work.
         waits: Its Work may be waited for inside the mode if the program asked for a synchronous call.
@@ -66,6 +114,7 @@ class Plan:
 
     __slots__ = (
         "async_index",
+        "bumps",
         "call",
         "collective",
         "composite",
@@ -74,7 +123,9 @@ class Plan:
         "id",
         "lists_written",
         "name",
+        "overwrites",
         "quiet",
+        "reads",
         "rebinds",
         "repair",
         "scalar",
@@ -93,7 +144,8 @@ class Plan:
         self.quiet = self.fresh = self.rebinds = self.seeded = False
         self.collective = self.waits = self.lists_written = self.composite = self.scalar = False
         self.async_index: int | None = None
-        self.repair = False
+        self.repair = self.overwrites = self.bumps = False
+        self.reads = True
         # c10d ops are TorchBindOpOverload, a subclass: an exact type test would lose their write table
         if not isinstance(func, OpOverload):
             return
@@ -104,16 +156,34 @@ class Plan:
         self.fresh = base in UNINITIALISED
         functional = space == "_c10d_functional" and base != "wait_tensor"
         self.quiet = self.fresh or self.rebinds or functional or func.is_view
+        self.reads = not (self.fresh or self.rebinds or func.is_view or base in LAYOUT_ONLY)
+        self.overwrites = base in OVERWRITING or any(
+            a.kwarg_only and a.alias_info is not None and a.alias_info.is_write
+            for a in schema.arguments
+        )
         self.seeded = torch.Tag.nondeterministic_seeded in func.tags
         self.collective = space == "c10d"
         self.waits = self.collective and schema.name not in NEVER_WAIT
-        self.async_index = next((i for i, a in enumerate(schema.arguments) if a.name == "async_op"), None)
+        self.async_index = next(
+            (i for i, a in enumerate(schema.arguments) if a.name == "async_op"), None
+        )
         # the fused optimisers and loss scaling bump no version counter without a mode either (measured, torch 2.13)
         self.lists_written = not base.startswith(("_fused_", "_amp_")) and any(
-            a.alias_info is not None and a.alias_info.is_write and "Tensor" in str(a.type) and "List" in str(a.type) for a in schema.arguments
+            a.alias_info is not None
+            and a.alias_info.is_write
+            and "Tensor" in str(a.type)
+            and "List" in str(a.type)
+            for a in schema.arguments
+        )
+        self.bumps = (
+            schema.is_mutable
+            and not self.lists_written
+            and not base.startswith(("_fused_", "_amp_"))
         )
         self.composite = _is_composite(func)
-        self.scalar = bool(schema.returns) and all(str(r.type) in ("number", "Scalar", "bool", "int", "float") for r in schema.returns)
+        self.scalar = bool(schema.returns) and all(
+            str(r.type) in ("number", "Scalar", "bool", "int", "float") for r in schema.returns
+        )
 
     def describe(self) -> str:
         """The text that the trace keeps of this op (JSON, see docs/trace-format.md)."""
@@ -122,7 +192,9 @@ class Plan:
         if isinstance(self.func, OpOverload):
             schema = self.func._schema
             data["arguments"] = [a.name for a in schema.arguments]
-            data["defaults"] = {a.name: encode(a.default_value) for a in schema.arguments if a.has_default_value()}
+            data["defaults"] = {
+                a.name: encode(a.default_value) for a in schema.arguments if a.has_default_value()
+            }
             data["mutates"] = [name for _, name in self.writes]
             marks = [
                 name
@@ -141,7 +213,11 @@ class Plan:
 
 
 def _writes(schema: Any) -> tuple[tuple[int | None, str], ...]:
-    declared = tuple((None if a.kwarg_only else i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write)
+    declared = tuple(
+        (None if a.kwarg_only else i, a.name)
+        for i, a in enumerate(schema.arguments)
+        if a.alias_info is not None and a.alias_info.is_write
+    )
     undeclared = tuple((i, schema.arguments[i].name) for i in UNDECLARED.get(schema.name, ()))
     return declared + tuple(w for w in undeclared if w not in declared)
 

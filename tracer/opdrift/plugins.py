@@ -15,11 +15,16 @@ class Digest(Protocol):
     """A content as tfp1 sees it: equal contents have equal (raw, n, code)."""
 
     @property
-    def raw(self) -> int: ...
+    def raw(self) -> int:
+        """The polynomial hash, below 2**61 - 1."""
+
     @property
-    def n(self) -> int: ...
+    def n(self) -> int:
+        """How many components."""
+
     @property
-    def code(self) -> int: ...
+    def code(self) -> int:
+        """What a component is (tfp1.Code)."""
 
 
 class RecorderLike(Protocol):

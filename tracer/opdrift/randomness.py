@@ -22,7 +22,9 @@ def digest_before(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     """
     generator = kwargs.get("generator")
     if not isinstance(generator, torch.Generator):
-        generator = next((a for a in args if isinstance(a, torch.Generator)), None) or _default_for(args, kwargs)
+        generator = next((a for a in args if isinstance(a, torch.Generator)), None) or _default_for(
+            args, kwargs
+        )
     return generator_digest(generator)
 
 
@@ -31,14 +33,17 @@ def generator_digest(generator: torch.Generator) -> int:
     if generator.device.type == "cuda":
         return ((generator.initial_seed() * _ODD) ^ (generator.get_offset() + 1)) & _MASK or 1
     with silent():  # `.numpy()` is four ops
-        return zlib.crc32(memoryview(generator.get_state().numpy())) + 1
+        return zlib.crc32(generator.get_state().numpy().data) + 1
 
 
 def _default_for(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Generator:
-    device = kwargs.get("device")
-    if device is None:
-        device = next((a.device for a in args if isinstance(a, torch.Tensor)), None)
-    if device is not None and torch.device(device).type == "cuda" and torch.cuda.is_initialized():
-        index = torch.device(device).index
-        return torch.cuda.default_generators[torch.cuda.current_device() if index is None else index]
+    given: Any = kwargs.get("device")
+    if given is None:
+        given = next((a.device for a in args if isinstance(a, torch.Tensor)), "cpu")
+    device = torch.device(given)
+    if device.type == "cuda" and torch.cuda.is_initialized():
+        index: int | None = device.index
+        return torch.cuda.default_generators[
+            torch.cuda.current_device() if index is None else index
+        ]
     return torch.default_generator

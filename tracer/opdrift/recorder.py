@@ -9,11 +9,11 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
+from functools import partial
 from time import perf_counter_ns as now
 from types import TracebackType
 from typing import Any, Final, Literal, Self, cast
@@ -26,11 +26,13 @@ from opdrift.buffers import ThreadBuffers
 from opdrift.errors import InvalidOptionError, RecorderStateError
 from opdrift.fingerprint.engine import load_engine
 from opdrift.imports import watch_imports
-from opdrift.mode import RecordingMode, parts
+from opdrift.mode import RecordingMode
+from opdrift.naming import Naming
 from opdrift.neutral import around_compilation, dispatch_keys, silent
+from opdrift.options import Options, check_options
 from opdrift.plugins import Integration, OwnsParameters, installed_integrations
 from opdrift.records import TRACE_SCHEMA, Batch
-from opdrift.scopes import Scopes, clean, name_arguments, walk
+from opdrift.scopes import Scopes
 from opdrift.sources import Sources
 from opdrift.tracefile.writer import TraceWriter, claim
 from opdrift.values import Values
@@ -40,10 +42,6 @@ log = logging.getLogger("opdrift")
 #: A busy thread flushes after this time; an idle program is flushed by the watchdog.
 _FLUSH_NS: Final = 900_000_000
 _MAX_FAILURES: Final = 100
-_KERNELS: Final = ("auto", "full", "off")
-_INTEGRITY: Final = ("auto", "full", "off")
-
-Mapped = Mapping[str, Module]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +56,7 @@ class Digest:
 def record(
     path: str | os.PathLike[str],
     *,
-    model: Module | Mapped | None = None,
+    model: Module | Mapping[str, Module] | None = None,
     inputs: Mapping[str, torch.Tensor] | None = None,
     batch: Batch | None = None,
     integrations: Literal["auto"] | Sequence[str] = "auto",
@@ -93,43 +91,26 @@ def record(
         TraceNotWritableError: `path` cannot be written (raised on entering the `with`).
     """
     return Recorder(
-        Path(path),
-        models=_models(model),
-        inputs=_inputs(inputs),
-        batch=_checked_batch(batch),
-        integrations=_integrations(integrations),
-        kernels=_choice("kernels", kernels, _KERNELS),
-        integrity=_choice("integrity", integrity, _INTEGRITY),
-        label=str(label),
-        overwrite=bool(overwrite),
+        check_options(
+            path,
+            model=model,
+            inputs=inputs,
+            batch=batch,
+            integrations=integrations,
+            kernels=kernels,
+            integrity=integrity,
+            label=label,
+            overwrite=overwrite,
+        )
     )
 
 
 class Recorder:
     """A recording; made by `record`, used once as a context manager."""
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        models: Mapped,
-        inputs: Mapping[str, torch.Tensor],
-        batch: Batch | None,
-        integrations: tuple[str, ...] | None,
-        kernels: str,
-        integrity: str,
-        label: str,
-        overwrite: bool,
-    ) -> None:
-        self.path = path
-        self._models = models
-        self._inputs = inputs
-        self._batch = batch
-        self._integrations = integrations
-        self._kernels = kernels
-        self._integrity = integrity
-        self._label = label
-        self._overwrite = overwrite
+    def __init__(self, options: Options) -> None:
+        self.path = options.path
+        self._options = options
         self._state: Literal["new", "open", "closed"] = "new"
         self._stack = ExitStack()
         self._failures: dict[tuple[str, str], int] = {}
@@ -139,16 +120,17 @@ class Recorder:
         self._threads: dict[int, ThreadBuffers] = {}
         self._lock = threading.Lock()
         self._pid = 0
-        self._finals: list[tuple[str, str, torch.nn.Module]] = []
-        self._owners: list[OwnsParameters] = []
+        self._ops_written = 0
 
     # ---- life cycle ------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
         if self._state != "new":
-            raise RecorderStateError(f"This recorder of {self.path} was used before. A recorder records once: call opdrift.record() again.")
+            raise RecorderStateError(
+                f"This recorder of {self.path} was used before. A recorder records once: call opdrift.record() again."
+            )
         rank, world_size = _rank()
-        folder = claim(self.path, rank=rank, overwrite=self._overwrite)
+        folder = claim(self.path, rank=rank, overwrite=self._options.overwrite)
         self._engine = load_engine()
         self._row = self._engine.ROW
         self._pid = os.getpid()
@@ -162,7 +144,10 @@ class Recorder:
             write_name=self._write_name,
             write_leaf=self._leaves.append,
             flush=self._flush,
-            integrity=self._integrity,
+            integrity=self._options.integrity,
+        )
+        self._naming = Naming(
+            self._values, write_mark=self._write_mark, write_leaf=self._leaves.append
         )
         self._sources = Sources(self._write_name)
         self._scopes = Scopes(
@@ -195,48 +180,59 @@ class Recorder:
         return self
 
     def _open(self) -> None:
-        wanted = {"torch._dynamo.callback": self._dynamo_loaded}
-        if self._integrations is None:
-            points = installed_integrations()
-            for point in points.values():
-                integration = self._load_integration(point)
-                if integration is not None:
-                    wanted[integration.library] = lambda i=integration: self._attach(i)
-        else:
-            points = installed_integrations()
-            for name in self._integrations:
-                integration = self._load_integration(points[name])
-                if integration is not None:
-                    self._attach(integration)
-        self._look_for_imports = self._stack.enter_context(watch_imports(wanted))
+        self._look_for_imports = self._stack.enter_context(watch_imports(self._wanted_imports()))
+        for name in self._options.integrations or ():
+            integration = self._load_integration(installed_integrations()[name])
+            if integration is not None:
+                self._attach(integration)
         with silent():  # after the integrations: some own parameters
-            for prefix, model in self._models.items():
-                self._scopes.add(model, prefix)
-                self._guarded("model", lambda m=model, p=prefix: self._name_model(m, p))
-            for name, tensor in self._inputs.items():
-                self._guarded("inputs", lambda n=name, x=tensor: self._name(x, n, "input", "entry"))
+            self._guarded("names", self._name_given)
         self._scopes.on()
         self._stack.callback(self._scopes.off)
         self._stop = threading.Event()
         self._watchdog = threading.Thread(target=self._watch, name="opdrift watchdog", daemon=True)
         self._watchdog.start()
         self._values.opened = now()
-        self._mode.due = now() + _FLUSH_NS
         self._flush(self._thread())
-        self._mode.__enter__()
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def _wanted_imports(self) -> dict[str, Callable[[], None]]:
+        """What to do once a library is loaded: attach its integration; keep out of dynamo's way."""
+        wanted: dict[str, Callable[[], None]] = {"torch._dynamo.callback": self._dynamo_loaded}
+        if self._options.integrations is None:
+            for point in installed_integrations().values():
+                integration = self._load_integration(point)
+                if integration is not None:
+                    wanted[integration.library] = partial(self._attach, integration)
+        return wanted
+
+    def _name_given(self) -> None:
+        t = self._thread()
+        for prefix, model in self._options.models.items():
+            self._scopes.add(model, prefix)
+            self._naming.model(t, model, prefix)
+        for name, tensor in self._options.inputs.items():
+            self._naming.tensor(t, tensor, name, "input", "entry")
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._state != "open":
             return
-        self._mode.__exit__(kind, error, trace)
-        self._guarded("closing", self._stack.close)  # integrations may still write marks as they leave
+        self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        # integrations may still write marks as they leave
+        self._guarded("closing", self._stack.close)
         self._state = "closed"
         self._stop.set()
-        if os.getpid() != self._pid:  # a child that was forked inside the `with`: the files are the parent's
+        # a child that was forked inside the `with` writes nothing: the files are the parent's
+        if os.getpid() != self._pid:
             return
         self._watchdog.join()
         with silent():
-            self._guarded("closing", self._name_what_is_left)
+            self._guarded("closing", self._name_rest)
         self._close(error)
 
     def _close(self, error: BaseException | None) -> None:
@@ -249,8 +245,14 @@ class Recorder:
             "ops": self._ops_written,
             "ended": "ok" if error is None else "raised",
             "exception": None if error is None else f"{type(error).__name__}: {error}"[:2000],
-            "failures": [{"where": where, "error": what, "count": count} for (where, what), count in self._failures.items()],
-            "notes": [f"{count} contents were not fingerprinted: {reason}" for reason, count in self._values.skipped.items()],
+            "failures": [
+                {"where": where, "error": what, "count": count}
+                for (where, what), count in self._failures.items()
+            ],
+            "notes": [
+                f"{count} contents were not fingerprinted: {reason}"
+                for reason, count in self._values.skipped.items()
+            ],
         }
         try:
             with silent():
@@ -271,7 +273,9 @@ class Recorder:
         try:
             json.dumps(fields)
         except (TypeError, ValueError) as error:
-            raise InvalidOptionError(f"mark({kind!r}) has a field that is no JSON value: {error}. Use numbers, text, lists and dicts.") from None
+            raise InvalidOptionError(
+                f"mark({kind!r}) has a field that is no JSON value: {error}. Use numbers, text, lists and dicts."
+            ) from None
         self._write_mark(self._thread(), kind, fields)
 
     def scope(self, name: str) -> AbstractContextManager[None]:
@@ -300,7 +304,10 @@ class Recorder:
         """
         self._must_be_open("name_tensor")
         with silent():
-            self._guarded("name_tensor", lambda: self._name(tensor, name, kind, "gather"))
+            t = self._thread()
+            self._guarded(
+                "name_tensor", lambda: self._naming.tensor(t, tensor, name, kind, "gather")
+            )
 
     def digest(self, tensor: torch.Tensor) -> Digest | None:
         """The digest of a tensor's present content; None if it cannot be read now (freed, meta, in flight)."""
@@ -316,84 +323,37 @@ class Recorder:
 
     def _must_be_open(self, what: str) -> None:
         if self._state != "open":
-            raise RecorderStateError(f"{what}() was called on a recorder that is not open. Call it inside `with opdrift.record(...) as recorder:`.")
+            raise RecorderStateError(
+                f"{what}() was called on a recorder that is not open. Call it inside `with opdrift.record(...) as recorder:`."
+            )
 
-    # ---- names of leaves ---------------------------------------------------------------------------------
+    # ---- modules and flags -------------------------------------------------------------------------------
 
-    def _name(self, tensor: torch.Tensor, name: str, kind: str, when: str) -> None:
-        t = self._thread()
-        for part_name, part in _plain_parts(name, tensor):
-            self._values.name(t, part, part_name, kind, when)
-
-    def _name_model(self, model: Module, prefix: str) -> None:
-        non_persistent = []
-        for path, module in model.named_modules():
-            non_persistent += [clean(".".join(p for p in (prefix, path, name) if p)) for name in module._non_persistent_buffers_set]
-        counts = [0, 0]
-        for index, (kind, tensors) in enumerate((("parameter", model.named_parameters), ("buffer", model.named_buffers))):
-            for path, tensor in tensors(remove_duplicate=False):
-                if any(integration.owns(tensor) for integration in self._owners):
-                    continue
-                self._name(tensor, clean(f"{prefix}.{path}" if prefix else path), kind, "entry")
-                counts[index] += 1
-        fields = {
-            "name": prefix,
-            "type": type(model).__name__,
-            "training": model.training,
-            "parameters": counts[0],
-            "buffers": counts[1],
-            "non_persistent": sorted(non_persistent),
-        }
-        self._write_mark(self._thread(), "model", fields)
-        self._finals.append((prefix, type(model).__name__, model))
-
-    def _root_called(self, t: ThreadBuffers, module: Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _root_called(
+        self, t: ThreadBuffers, module: Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
         """A module was called from outside every module."""
         self._look_for_imports()
-        changed = self._flags.changed()
-        if changed:
-            self._write_mark(t, "flags", {name: list(pair) for name, pair in changed.items()})
-        known = any(model is module or any(m is module for m in model.modules()) for _, _, model in self._finals)
+        self._note_changed_flags(t)
         with silent():
-            if not known:
-                self._name_model(module, self._scopes.path_of(module) or "")
-            for name, tensor in name_arguments(module, args, kwargs):
-                for part_name, part in _plain_parts(name, tensor):
-                    found = self._values.value_of(part)
-                    if found is None or (found[0].leaf is not None and not any(n for n, _ in found[0].leaf.names)):
-                        self._values.name(t, part, part_name, "input", "use")
+            if not self._naming.knows(module):
+                self._naming.model(t, module, self._scopes.path_of(module) or "")
+            self._naming.arguments(t, module, args, kwargs)
 
     def _root_returned(self, t: ThreadBuffers, module: Module, call: int, output: Any) -> None:
-        t.call, outside = call, t.call
-        try:
-            with silent():
-                for name, tensor in walk("output", output):
-                    self._name(tensor, name, "output", "return")
-        finally:
-            t.call = outside
+        with silent():
+            self._naming.results(t, call, output)
 
-    def _name_what_is_left(self) -> None:
-        """Results that no module returned: gradients, changed parameters and buffers, what still lives."""
+    def _note_changed_flags(self, t: ThreadBuffers) -> None:
         changed = self._flags.changed()
-        t = self._thread()
-        t.call, t.path = 0, ""
         if changed:
             self._write_mark(t, "flags", {name: list(pair) for name, pair in changed.items()})
-        for prefix, _, model in self._finals:
-            for kind, tensors in (("parameter", model.named_parameters), ("buffer", model.named_buffers)):
-                for path, tensor in tensors():
-                    name = clean(f"{prefix}.{path}" if prefix else path)
-                    self._name_final(t, tensor, name, kind)
-                    if tensor.grad is not None:
-                        self._name(tensor.grad, name, "gradient", "exit")
-        for value in self._values.alive():
-            self._leaves.append(("", "alive", "exit", value, t.seq, 0))
 
-    def _name_final(self, t: ThreadBuffers, tensor: torch.Tensor, name: str, kind: str) -> None:
-        for part_name, part in _plain_parts(name, tensor):
-            found = self._values.value_of(part)
-            if found is not None and found[0].writes:
-                self._values.name(t, part, part_name, kind, "exit")
+    def _name_rest(self) -> None:
+        t = self._thread()
+        t.call, t.path = 0, ""
+        self._note_changed_flags(t)
+        self._naming.rest(t)
 
     # ---- integrations --------------------------------------------------------------------------------------
 
@@ -408,7 +368,7 @@ class Recorder:
         try:
             self._stack.enter_context(integration.attach(self))
             if isinstance(integration, OwnsParameters):
-                self._owners.append(integration)
+                self._naming.owners.append(integration)
         except Exception as error:
             self._failed(f"integration {integration.name}", error)
 
@@ -433,7 +393,7 @@ class Recorder:
             found = self._threads[ident] = ThreadBuffers(min(len(self._threads), 255), self._row)
         return found
 
-    def _guarded(self, where: str, action: Any) -> None:
+    def _guarded(self, where: str, action: Callable[[], object]) -> None:
         try:
             action()
         except Exception as error:
@@ -446,11 +406,13 @@ class Recorder:
         if count or len(self._failures) < _MAX_FAILURES:
             self._failures[key] = count + 1
         if not count:
-            log.warning("opdrift could not record everything at %s: %r. The run is not affected; please report this.", where, error)
+            log.warning(
+                "opdrift could not record everything at %s: %r. The run is not affected; please report this.",
+                where,
+                error,
+            )
 
     # ---- writing ---------------------------------------------------------------------------------------------
-
-    _ops_written = 0
 
     def _write_name(self, kind: str, ident: int, text: str) -> None:
         self._names.append((kind, ident, text))
@@ -463,7 +425,7 @@ class Recorder:
         mode = self._mode
         mode.due = now() + _FLUSH_NS
         if not mode.recording:
-            t.op_count = t.value_count = t.fingerprint_count = t.id_count = t.call_count = 0
+            t.discard()
             return
         if os.getpid() != self._pid:
             mode.recording = False
@@ -479,8 +441,12 @@ class Recorder:
                 self._drain("marks", self._marks)
                 self._writer.check()
                 self._ops_written += ops
-            except Exception as error:
+            except OSError as error:
                 self._disk_failed(error)
+            except Exception as error:  # these rows are lost, and the reader will count too few
+                self._failed("writing", error)
+                if reset:
+                    t.discard()
         self._values.prune()
 
     def _drain(self, table: str, rows: deque[Any]) -> None:
@@ -510,41 +476,24 @@ class Recorder:
         return {
             "schema": TRACE_SCHEMA,
             "fingerprint": "tfp1",
-            "label": self._label,
+            "label": self._options.label,
             "created": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "torch": torch.__version__,
             "device": environment.device(),
             "rank": rank,
             "world_size": world_size,
             "program": [os.path.basename(a) if i == 0 else a for i, a in enumerate(sys.orig_argv)],
-            "flags": {**self._flags.snapshot(), **{f"seed.{name}": value for name, value in seeds.items()}},
+            "flags": {
+                **self._flags.snapshot(),
+                **{f"seed.{name}": value for name, value in seeds.items()},
+            },
             "variables": environment.variables(),
             "versions": environment.versions(),
-            "options": {
-                "kernels": self._kernels,
-                "integrity": self._integrity,
-                "batch": None if self._batch is None else {"size": self._batch.size, "lengths": self._batch.lengths, "pad_side": self._batch.pad_side},
-            },
+            "options": self._options.described(),
             "engine": self._engine.name,
             "start_unix_ns": time.time_ns(),
             "start_ns": now(),
         }
-
-
-def _plain_parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """The plain tensors that hold a tensor's content: itself, a DTensor's local part, a sparse one's components."""
-    local = getattr(tensor, "_local_tensor", None)
-    if isinstance(local, torch.Tensor):
-        tensor = local
-    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        return  # another wrapper subclass: its inner tensors are seen by the ops that it runs
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        return  # inside vmap or grad: likewise
-    if tensor.layout is torch.strided and not tensor.is_nested:
-        yield name, tensor
-        return
-    for position, part in enumerate(parts(tensor)):
-        yield f"{name}.{position}", part
 
 
 def _rank() -> tuple[int | None, int | None]:
@@ -558,47 +507,3 @@ def _rank() -> tuple[int | None, int | None]:
     except (KeyError, ValueError):
         return None, None
     return (rank, world_size) if world_size > 1 else (None, None)
-
-
-def _models(model: Module | Mapped | None) -> Mapped:
-    if model is None:
-        return {}
-    if isinstance(model, Module):
-        return {"": model}
-    if isinstance(model, Mapping) and all(isinstance(m, Module) for m in model.values()):
-        return {str(name): module for name, module in model.items()}
-    raise InvalidOptionError(f"model={type(model).__name__} is no nn.Module and no mapping of names to nn.Modules.")
-
-
-def _inputs(inputs: Mapping[str, torch.Tensor] | None) -> Mapping[str, torch.Tensor]:
-    if inputs is None:
-        return {}
-    if isinstance(inputs, Mapping) and all(isinstance(x, torch.Tensor) for x in inputs.values()):
-        return {str(name): tensor for name, tensor in inputs.items()}
-    raise InvalidOptionError("inputs= is a mapping of names to tensors, such as {'input_ids': ids}.")
-
-
-def _checked_batch(batch: Batch | None) -> Batch | None:
-    if batch is not None and not isinstance(batch, Batch):
-        raise InvalidOptionError(f"batch={batch!r} is no opdrift.Batch. Write batch=opdrift.Batch(size).")
-    return batch
-
-
-def _integrations(names: str | Sequence[str]) -> tuple[str, ...] | None:
-    if names == "auto":
-        return None
-    known = installed_integrations()
-    if isinstance(names, str):
-        raise InvalidOptionError(f"integrations={names!r}: give 'auto', or a sequence of names from {', '.join(sorted(known))}.")
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise InvalidOptionError(f"There is no integration {', '.join(map(repr, unknown))}; installed are {', '.join(sorted(known)) or 'none'}.")
-    return tuple(names)
-
-
-def _choice(name: str, value: str, choices: tuple[str, ...]) -> str:
-    if value not in choices:
-        raise InvalidOptionError(f"{name}={value!r}: choose one of {', '.join(map(repr, choices))}.")
-    return value
-
-

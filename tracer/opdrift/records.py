@@ -415,7 +415,7 @@ class Diagnosis:
     alignment: Alignment
     growth: tuple[GrowthPoint, ...] = ()
     notes: tuple[str, ...] = ()
-    ranks: Mapping[int, Diagnosis] = field(default_factory=dict)  # type: ignore[assignment]
+    ranks: Mapping[int, Diagnosis] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -451,10 +451,14 @@ class Batch:
 
     def __post_init__(self) -> None:
         if self.size < 1:
-            raise InvalidOptionError(f"Batch(size={self.size!r}): a batch holds at least one sample.")
+            raise InvalidOptionError(
+                f"Batch(size={self.size!r}): a batch holds at least one sample."
+            )
         if self.lengths is not None:
             object.__setattr__(self, "lengths", tuple(int(length) for length in self.lengths))
             if len(self.lengths) != self.size:
-                raise InvalidOptionError(f"Batch(size={self.size}) has {len(self.lengths)} lengths; give one for each sample.")
+                raise InvalidOptionError(
+                    f"Batch(size={self.size}) has {len(self.lengths)} lengths; give one for each sample."
+                )
         if self.pad_side not in ("left", "right"):
             raise InvalidOptionError(f"Batch(pad_side={self.pad_side!r}): say 'left' or 'right'.")

@@ -15,9 +15,11 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
 import torch.nn.modules.module as torch_modules
+from torch import Tensor
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
@@ -29,10 +31,18 @@ if TYPE_CHECKING:
     from opdrift.buffers import ThreadBuffers
 
 #: Segments that wrappers put into module paths (FSDP, fairscale, torch.compile, checkpointing).
-WRAPPERS: Final = frozenset({"_fsdp_wrapped_module", "_fpw_module", "_orig_mod", "_checkpoint_wrapped_module"})
+WRAPPERS: Final = frozenset(
+    {"_fsdp_wrapped_module", "_fpw_module", "_orig_mod", "_checkpoint_wrapped_module"}
+)
 _INNER: Final = (*sorted(WRAPPERS), "module")
 _WRAPPER_TYPES: Final = frozenset(
-    {"FullyShardedDataParallel", "FlattenParamsWrapper", "OptimizedModule", "CheckpointWrapper", "DistributedDataParallel"}
+    {
+        "FullyShardedDataParallel",
+        "FlattenParamsWrapper",
+        "OptimizedModule",
+        "CheckpointWrapper",
+        "DistributedDataParallel",
+    }
 )
 
 
@@ -43,13 +53,21 @@ def clean(path: str) -> str:
     return ".".join(part for part in path.split(".") if part not in WRAPPERS)
 
 
-_HOOK_WARNING: Final = ("ignore", re.compile(r"Using `torch\.compile\(module\)` when there are global hooks"), UserWarning, None, 0)
+_HOOK_WARNING: Final = (
+    "ignore",
+    re.compile(r"Using `torch\.compile\(module\)` when there are global hooks"),
+    UserWarning,
+    None,
+    0,
+)
 
 
 def unwrapped(module: Module) -> Module:
     """What a chain of wrappers (FSDP, torch.compile, DDP) wraps."""
     while type(module).__name__ in _WRAPPER_TYPES:
-        inner = next((m for name in _INNER if isinstance(m := getattr(module, name, None), Module)), None)
+        inner = next(
+            (m for name in _INNER if isinstance(m := getattr(module, name, None), Module)), None
+        )
         if inner is None:
             break
         module = inner
@@ -138,7 +156,10 @@ class Scopes:
 
     def add(self, model: Module, prefix: str = "") -> None:
         """Name a module and all below it; wrappers share the path of what they wrap."""
-        named = [(clean(".".join(part for part in (prefix, name) if part)), module) for name, module in model.named_modules()]
+        named = [
+            (clean(".".join(part for part in (prefix, name) if part)), module)
+            for name, module in model.named_modules()
+        ]
         # the innermost module of a path gives it its type: it comes last
         kinds = {path: type(module).__name__ for path, module in named}
         for path, module in named:
@@ -147,7 +168,11 @@ class Scopes:
 
     def _learn(self, module: Module, path: str, kind: str) -> _Known:
         ident = id(module)
-        known = _Known(self._path_id(path, kind), path, weakref.ref(module, lambda _: self._known.pop(ident, None)))
+        known = _Known(
+            self._path_id(path, kind),
+            path,
+            weakref.ref(module, lambda _: self._known.pop(ident, None)),
+        )
         self._known[ident] = known
         return known
 
@@ -186,7 +211,7 @@ class Scopes:
     def enter(self, module: Module, args: tuple[Any, ...]) -> None:
         """A module is about to run."""
         t = self._thread()
-        t.stack.append((t.call, t.source, t.path))
+        t.stack.append((t.call, t.source, t.path, t.module))
         t.modules += 1
         if t.paused:
             return
@@ -198,9 +223,10 @@ class Scopes:
             if t.modules == 1:
                 self._on_root(t, module, args, _keyword_arguments())
             elif known.path == t.path:  # what a wrapper wraps runs in the wrapper's call
+                t.module = known.ref
                 return
             t.call = self._open(t, known.id, known.path, module.training, line)
-            t.source, t.path = line, known.path
+            t.source, t.path, t.module = line, known.path, known.ref
         except Exception as error:
             self._failed("module call", error)
 
@@ -220,7 +246,9 @@ class Scopes:
         if row == CALLS:
             self._flush(t)
             row = 0
-        CALL.pack_into(t.calls, row * CALL.size, call, t.call, path_id, number, line, training, t.index)
+        CALL.pack_into(
+            t.calls, row * CALL.size, call, t.call, path_id, number, line, training, t.index
+        )
         t.call_count = row + 1
         return call
 
@@ -230,7 +258,7 @@ class Scopes:
         if not t.stack:
             return
         call = t.call
-        t.call, t.source, t.path = t.stack.pop()
+        t.call, t.source, t.path, t.module = t.stack.pop()
         t.modules -= 1
         if not t.modules and not t.paused:
             try:
@@ -242,7 +270,7 @@ class Scopes:
     def scope(self, name: str) -> Iterator[None]:
         """Ops inside run in `name`, below the present scope."""
         t = self._thread()
-        t.stack.append((t.call, t.source, t.path))
+        t.stack.append((t.call, t.source, t.path, t.module))
         path = f"{t.path}.{name}" if t.path else name
         t.call = self._open(t, self._path_id(path, "scope"), path, training=False, line=t.source)
         t.path = path
@@ -250,7 +278,7 @@ class Scopes:
             yield
         finally:
             if t.stack:
-                t.call, t.source, t.path = t.stack.pop()
+                t.call, t.source, t.path, t.module = t.stack.pop()
 
 
 hide_from_dynamo(Scopes.enter, Scopes.leave)
@@ -258,20 +286,24 @@ hide_from_dynamo(Scopes.enter, Scopes.leave)
 
 def _keyword_arguments() -> Mapping[str, Any]:
     """The keyword arguments of the module call whose pre-hook is running; global hooks do not get them."""
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code is not CALL_IMPL:
-        if frame.f_back is None:
-            return {}
         frame = frame.f_back
-    found = frame.f_locals.get("kwargs")
+    found = None if frame is None else frame.f_locals.get("kwargs")
     return found if isinstance(found, dict) else {}
 
 
-def name_arguments(module: Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def name_arguments(
+    module: Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[str, Any]]:
     """The tensors among a forward's arguments, named by its signature: `input_ids`, `cache[0].key`."""
     inner = unwrapped(module)
     try:
-        names = [p.name for p in inspect.signature(inner.forward).parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        names = [
+            p.name
+            for p in inspect.signature(inner.forward).parameters.values()
+            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
     except (TypeError, ValueError):
         names = []
     for position, value in enumerate(args):
@@ -282,12 +314,14 @@ def name_arguments(module: Module, args: tuple[Any, ...], kwargs: Mapping[str, A
 
 def walk(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
     """The tensors in a structure of lists, tuples, mappings and dataclass-like objects, with their paths."""
-    if isinstance(value, torch_modules.torch.Tensor):
+    if isinstance(value, Tensor):
         yield name, value
     elif depth < 4:
         if isinstance(value, Mapping):
             for key, item in value.items():
-                yield from walk(f"{name}.{key}" if isinstance(key, str) else f"{name}[{key!r}]", item, depth + 1)
+                yield from walk(
+                    f"{name}.{key}" if isinstance(key, str) else f"{name}[{key!r}]", item, depth + 1
+                )
         elif isinstance(value, list | tuple):
             for position, item in enumerate(value):
                 yield from walk(f"{name}[{position}]", item, depth + 1)

@@ -16,7 +16,10 @@ from torch.nn.modules.module import Module
 #: The frame at which the walk stops: the module hook has stored the line of its caller.
 CALL_IMPL: Final = Module._call_impl.__code__
 _PACKAGE: Final = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_INTEGRATIONS: Final = os.path.join(os.path.dirname(os.path.dirname(_PACKAGE.rstrip(os.sep))), "opdrift_integrations") + os.sep
+_INTEGRATIONS: Final = (
+    os.path.join(os.path.dirname(os.path.dirname(_PACKAGE.rstrip(os.sep))), "opdrift_integrations")
+    + os.sep
+)
 _TORCH: Final = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 #: its `deprecated` stands between the program and torch's own deprecated functions
 _DECORATORS: Final = os.path.abspath(typing_extensions.__file__)

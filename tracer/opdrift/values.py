@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from opdrift.buffers import FINGERPRINTS, VALUE, VALUES
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from opdrift.buffers import ThreadBuffers
     from opdrift.fingerprint.engine import Engine
 
-Tensor: Final = torch.Tensor
 #: Types whose content is their storage's. Every other subclass is passed on and seen by its inner ops.
 PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 _MAX_METAS: Final = 65536
@@ -82,7 +82,20 @@ class StorageState:
         last: The value id given last; `hashed`: the one fingerprinted last.
     """
 
-    __slots__ = ("__weakref__", "at", "device", "hashed", "id", "last", "leaf", "partial", "special", "values", "version", "writes")
+    __slots__ = (
+        "__weakref__",
+        "at",
+        "device",
+        "hashed",
+        "id",
+        "last",
+        "leaf",
+        "partial",
+        "special",
+        "values",
+        "version",
+        "writes",
+    )
 
     def __init__(self, ident: int, device: torch.device, at: int = 0) -> None:
         self.id = ident
@@ -100,8 +113,10 @@ class StorageState:
 
 def span(tensor: Tensor) -> int:
     """Bytes of storage up to the last element of a tensor of at least one element."""
-    last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.element_size()
+    last = tensor.storage_offset() + sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    return int(last + 1) * tensor.element_size()
 
 
 def is_readable(tensor: Tensor) -> bool:
@@ -170,7 +185,15 @@ class Values:
         state.last = value
         return entry
 
-    def output(self, t: ThreadBuffers, tensor: Tensor, outputs: list[int], *, quiet: bool, fresh: bool = False) -> None:
+    def output(
+        self,
+        t: ThreadBuffers,
+        tensor: Tensor,
+        outputs: list[int],
+        *,
+        quiet: bool,
+        fresh: bool = False,
+    ) -> None:
         """Register an op's output; fingerprint it unless `quiet` (views, fresh memory) or known already."""
         storage = tensor.untyped_storage()
         state: StorageState | None = getattr(storage, self.key, None)
@@ -191,7 +214,12 @@ class Values:
         if not quiet:
             self.fingerprint(t, tensor, value)
             state.hashed = value
-        elif state.partial and state.special is None and self.integrity != "off" and is_readable(tensor):
+        elif (
+            state.partial
+            and state.special is None
+            and self.integrity != "off"
+            and is_readable(tensor)
+        ):
             # a part was written, so no other fingerprint tells this view's content
             self.fingerprint(t, tensor, value)
             state.hashed = value
@@ -212,7 +240,9 @@ class Values:
             self._flush(t)
             row = 0
         n = tensor.numel()
-        (self.put if n < self.large else self.put_large)(t.fingerprint_at + row * self.row_bytes, tensor.data_ptr(), n, kind, value)
+        (self.put if n < self.large else self.put_large)(
+            t.fingerprint_at + row * self.row_bytes, tensor.data_ptr(), n, kind, value
+        )
         t.fingerprint_count = row + 1
 
     # ---- inputs that are not known -------------------------------------------------------------------
@@ -224,7 +254,12 @@ class Values:
         key = (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
         if state is not None:
             entry = self.make(t, state, key)
-            if state.partial and self.integrity != "off" and self._settle(state) and is_readable(tensor):
+            if (
+                state.partial
+                and self.integrity != "off"
+                and self._settle(state)
+                and is_readable(tensor)
+            ):
                 self.fingerprint(t, tensor, entry[0])
                 state.hashed = entry[0]
             return entry
@@ -234,10 +269,37 @@ class Values:
             self.fingerprint(t, tensor, entry[0])
             leaf.raw[key] = self._last_raw(t)
         named = self._names.get(id(tensor))
-        name, kind = ("", "constant") if named is None or named[0]() is not tensor else named[1:]
+        if named is not None and named[0]() is tensor:
+            name, kind = named[1:]
+        else:
+            name, kind = self._name_in_module(t, tensor) or ("", "constant")
         leaf.names.append((name, kind))
         self._write_leaf((name, kind, "use", entry[0], t.seq, t.call))
         return entry
+
+    def meet_parameter(
+        self, t: ThreadBuffers, tensor: Tensor, state: StorageState, entry: Entry
+    ) -> None:
+        """Name a parameter whose content an op of this run made, at its first use."""
+        state.leaf = leaf = Leaf()
+        found = self._name_in_module(t, tensor)
+        if found is not None:
+            leaf.names.append(found)
+            self._write_leaf((*found, "use", entry[0], t.seq, t.call))
+
+    def _name_in_module(self, t: ThreadBuffers, tensor: Tensor) -> tuple[str, str] | None:
+        """The name of a parameter or buffer that was put into the running module after it was named.
+
+        Offloading makes new Parameter objects at every forward, inside the module's call (H7).
+        """
+        module = t.module() if t.module is not None else None
+        if module is None:
+            return None
+        for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
+            for name, own in tensors.items():
+                if own is tensor:
+                    return (f"{t.path}.{name}" if t.path else name), kind
+        return None
 
     def _new_leaf(self, tensor: Tensor) -> tuple[StorageState, Leaf]:
         storage = tensor.untyped_storage()
@@ -259,12 +321,21 @@ class Values:
         version = None if tensor.is_inference() else tensor._version
         leaf = state.leaf
         assert leaf is not None
-        if at == state.at and version in leaf.versions:  # `p` and `p.data` have two version counters
+        if (
+            at == state.at and version in leaf.versions
+        ):  # `p` and `p.data` have two version counters
             state.version = version
             return entry
         state.at = at
         state.version = version
         leaf.versions.add(version)
+        known = leaf.raw.get((tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype))
+        if (
+            known is not None
+            and self._can_read(tensor)
+            and int(self.engine.fingerprint(tensor)["raw"]) == known
+        ):
+            return entry  # moved or touched, and the same content
         return self._reread(t, tensor, state, leaf)
 
     def _reread(self, t: ThreadBuffers, tensor: Tensor, state: StorageState, leaf: Leaf) -> Entry:
@@ -285,7 +356,10 @@ class Values:
         leaf = state.leaf
         if leaf is None or state.special is not None:
             return entry
-        if self.integrity != "full" and leaf.checks * self._leaf_count > self._check_count + self._leaf_count:
+        if (
+            self.integrity != "full"
+            and leaf.checks * self._leaf_count > self._check_count + self._leaf_count
+        ):
             return entry  # others' turn
         started = now()
         key = (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
@@ -303,7 +377,9 @@ class Values:
         return entry
 
     def special(self, t: ThreadBuffers, tensor: Tensor, state: StorageState, entry: Entry) -> bool:
-        """Handle an input whose storage is unwritten or in flight; True if it reads unwritten memory."""
+        """Handle an input whose storage is unwritten or in flight; True if the op reads unwritten memory."""
+        if t.unread is None or any(a is tensor for a in t.unread):
+            return False
         special = state.special
         if isinstance(special, InFlight):
             if self._settle(state) and is_readable(tensor):
@@ -311,10 +387,7 @@ class Values:
             return False
         if not isinstance(special, Unwritten) or tensor.numel() == 0:
             return False
-        if special.mask is None:
-            unwritten = True
-        else:
-            unwritten = not bool(_part(special.mask, tensor).all())
+        unwritten = special.mask is None or not bool(_part(special.mask, tensor).all())
         if unwritten and is_readable(tensor):
             self.fingerprint(t, tensor, entry[0])
         return unwritten
@@ -330,12 +403,25 @@ class Values:
 
     # ---- writes ----------------------------------------------------------------------------------------
 
-    def written(self, t: ThreadBuffers, tensors: Sequence[Tensor], outputs: list[int], *, in_flight: InFlight | None = None) -> None:
-        """Bring the write counts of written tensors up to date and register their new contents."""
+    def written(
+        self,
+        t: ThreadBuffers,
+        tensors: Sequence[Tensor],
+        outputs: list[int],
+        *,
+        bumps: bool = False,
+        in_flight: InFlight | None = None,
+    ) -> None:
+        """Bring the write counts of written tensors up to date and register their new contents.
+
+        `bumps` says that torch will raise the version counters once the mode has returned.
+        """
         for tensor in tensors:
             storage = tensor.untyped_storage()
             state: StorageState | None = getattr(storage, self.key, None)
-            if state is None:  # seen as an input before, unless the op's own inputs could not be read
+            if (
+                state is None
+            ):  # seen as an input before, unless the op's own inputs could not be read
                 state, _ = self._new_leaf(tensor)
             state.writes += 1
             state.values = {}
@@ -347,6 +433,8 @@ class Values:
                 leaf = state.leaf
                 if leaf is not None:
                     leaf.versions.add(state.version)
+                    if bumps and state.version is not None:
+                        leaf.versions.add(state.version + 1)
                     leaf.raw = {}
             if in_flight is not None:
                 state.special = in_flight
@@ -370,14 +458,25 @@ class Values:
         elif state.leaf is not None:
             leaf = state.leaf
             entry = state.values.get(key)
-            if entry is not None and state.at and ((tensor.untyped_storage().data_ptr() or 1) != state.at or (not tensor.is_inference() and tensor._version != state.version)):
+            if (
+                entry is not None
+                and state.at
+                and (
+                    (tensor.untyped_storage().data_ptr() or 1) != state.at
+                    or (not tensor.is_inference() and tensor._version != state.version)
+                )
+            ):
                 entry = self.moved(t, tensor, state, entry)
         else:
             leaf = None
             entry = state.values.get(key)
         if entry is None:
             entry = self.make(t, state, key)
-        readable = self._settle(state) and not isinstance(state.special, Unwritten) and self._can_read(tensor)
+        readable = (
+            self._settle(state)
+            and not isinstance(state.special, Unwritten)
+            and self._can_read(tensor)
+        )
         if readable and entry[0] != state.hashed and (leaf is None or key not in leaf.raw):
             self.fingerprint(t, tensor, entry[0])
             state.hashed = entry[0]
@@ -394,7 +493,9 @@ class Values:
         state: StorageState | None = getattr(tensor.untyped_storage(), self.key, None)
         if state is None:
             return None
-        return state, state.values.get((tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype))
+        return state, state.values.get(
+            (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
+        )
 
     def alive(self) -> Iterator[int]:
         """The last value of each storage that was made during the run and still lives."""
@@ -408,7 +509,9 @@ class Values:
         if len(self.made) > 4096:
             self.made = deque(reference for reference in list(self.made) if reference() is not None)
         if len(self._names) > 65536:
-            self._names = {ident: named for ident, named in list(self._names.items()) if named[0]() is not None}
+            self._names = {
+                ident: named for ident, named in list(self._names.items()) if named[0]() is not None
+            }
 
     # ---- small things ------------------------------------------------------------------------------------
 
@@ -417,7 +520,18 @@ class Values:
             self._metas.clear()  # ids go on: a layout seen again gets a second one
         meta = self._metas[key] = next(self._meta_ids)
         shape, stride, dtype, device = key
-        self._write_name("meta", meta, json.dumps([list(map(int, shape)), list(map(int, stride)), str(dtype).removeprefix("torch."), str(device)]))
+        self._write_name(
+            "meta",
+            meta,
+            json.dumps(
+                [
+                    list(map(int, shape)),
+                    list(map(int, stride)),
+                    str(dtype).removeprefix("torch."),
+                    str(device),
+                ]
+            ),
+        )
         return meta
 
     def _can_read(self, tensor: Tensor) -> bool:
@@ -440,7 +554,9 @@ class Values:
 def _part(mask: Any, tensor: Tensor) -> Any:
     """The elements of a storage's mask that belong to a tensor."""
     return np.lib.stride_tricks.as_strided(
-        mask[tensor.storage_offset() :], shape=tuple(tensor.shape), strides=tuple(stride * mask.itemsize for stride in tensor.stride())
+        mask[tensor.storage_offset() :],
+        shape=tuple(tensor.shape),
+        strides=tuple(stride * mask.itemsize for stride in tensor.stride()),
     )
 
 

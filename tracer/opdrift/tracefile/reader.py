@@ -139,12 +139,25 @@ class FingerprintColumns:
 
     def __init__(self, table: pa.Table) -> None:
         self.value: Ints = _ints(table, "value")
-        self.raw = _column(table, "raw").to_numpy(zero_copy_only=False).astype(np.uint64, copy=False)
+        self.raw = (
+            _column(table, "raw").to_numpy(zero_copy_only=False).astype(np.uint64, copy=False)
+        )
         self.n: Ints = _ints(table, "n")
         self.code: Ints = _ints(table, "code")
         self._numbers = {
             name: _column(table, name).to_numpy(zero_copy_only=False)
-            for name in ("min", "max", "absmax", "sum", "ssq", "nan", "pinf", "ninf", "zero", "subnormal")
+            for name in (
+                "min",
+                "max",
+                "absmax",
+                "sum",
+                "ssq",
+                "nan",
+                "pinf",
+                "ninf",
+                "zero",
+                "subnormal",
+            )
         }
         self._sketch = _column(table, "sketch")
         self._sample = _column(table, "sample")
@@ -200,7 +213,14 @@ class Trace:
     records for people. `complete` is False when the end is missing, and `incomplete` says why.
     """
 
-    def __init__(self, path: Path, header: Header, footer: Footer | None, tables: Mapping[str, pa.Table], incomplete: str | None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        header: Header,
+        footer: Footer | None,
+        tables: Mapping[str, pa.Table],
+        incomplete: str | None,
+    ) -> None:
         self.path = path
         self.header = header
         self.footer = footer
@@ -245,7 +265,10 @@ class Trace:
         if found is None:
             data = json.loads(self._texts["signature", signature])
             info = self._op_info(data["op"])
-            positional = [(info.arguments[i] if i < len(info.arguments) else str(i), self._argument(a)) for i, a in enumerate(data["args"])]
+            positional = [
+                (info.arguments[i] if i < len(info.arguments) else str(i), self._argument(a))
+                for i, a in enumerate(data["args"])
+            ]
             named = [(name, self._argument(a)) for name, a in data["kwargs"].items()]
             found = self._signatures[signature] = Signature(info, tuple(positional + named))
         return found
@@ -259,7 +282,17 @@ class Trace:
                 arguments=tuple(data.get("arguments", ())),
                 defaults={name: self._argument(a) for name, a in data.get("defaults", {}).items()},
                 mutates=tuple(data.get("mutates", ())),
-                **{flag: flag in data.get("is", ()) for flag in ("view", "uninitialised", "seeded", "pointwise", "reduction", "higher_order")},
+                **{
+                    flag: flag in data.get("is", ())
+                    for flag in (
+                        "view",
+                        "uninitialised",
+                        "seeded",
+                        "pointwise",
+                        "reduction",
+                        "higher_order",
+                    )
+                },
             )
         return found
 
@@ -289,10 +322,23 @@ class Trace:
         size = max(columns["call"], default=0) + 1
         found = [Call(i, 0, "", "", 0, False, None, 0) for i in range(size)]
         for i, parent, path, number, source, training, thread in zip(
-            *(columns[c] for c in ("call", "parent", "path", "number", "source", "training", "thread")), strict=True
+            *(
+                columns[c]
+                for c in ("call", "parent", "path", "number", "source", "training", "thread")
+            ),
+            strict=True,
         ):
             name = json.loads(self._texts["path", path])
-            found[i] = Call(i, parent, name["path"], name["type"], number, bool(training), self.source(source), thread)
+            found[i] = Call(
+                i,
+                parent,
+                name["path"],
+                name["type"],
+                number,
+                bool(training),
+                self.source(source),
+                thread,
+            )
         return found
 
     @cached_property
@@ -301,7 +347,9 @@ class Trace:
         columns = self._leaves.to_pydict()
         return [
             Leaf(name, cast("LeafKind", kind), cast("LeafWhen", when), value, seq, call)
-            for name, kind, when, value, seq, call in zip(*(columns[c] for c in ("name", "kind", "when", "value", "seq", "call")), strict=True)
+            for name, kind, when, value, seq, call in zip(
+                *(columns[c] for c in ("name", "kind", "when", "value", "seq", "call")), strict=True
+            )
         ]
 
     @cached_property
@@ -310,7 +358,10 @@ class Trace:
         columns = self._marks.to_pydict()
         found = [
             Mark(seq, time, kind, call, thread, json.loads(fields))
-            for seq, time, kind, call, thread, fields in zip(*(columns[c] for c in ("seq", "time", "kind", "call", "thread", "fields")), strict=True)
+            for seq, time, kind, call, thread, fields in zip(
+                *(columns[c] for c in ("seq", "time", "kind", "call", "thread", "fields")),
+                strict=True,
+            )
         ]
         return sorted(found, key=lambda m: (m.seq, m.time_ns))
 
@@ -395,21 +446,31 @@ def load(path: str | Path, *, rank: int | None = None) -> Trace:
     """
     folder = Path(path)
     if not folder.exists():
-        raise NotATraceError(f"{folder} does not exist. Give the folder that opdrift.record() or `opdrift run -o` wrote.")
+        raise NotATraceError(
+            f"{folder} does not exist. Give the folder that opdrift.record() or `opdrift run -o` wrote."
+        )
     ranks = rank_folders(folder) if folder.is_dir() else {}
     if ranks:
         chosen = min(ranks) if rank is None else rank
         if chosen not in ranks:
-            raise NotATraceError(f"{folder} has no rank {chosen}; it holds ranks {', '.join(map(str, ranks))}.")
+            raise NotATraceError(
+                f"{folder} has no rank {chosen}; it holds ranks {', '.join(map(str, ranks))}."
+            )
         return load(ranks[chosen])
     if not folder.is_dir() or not (folder / HEADER).exists():
         what = "is a file" if folder.is_file() else f"has no {HEADER}"
-        raise NotATraceError(f"{folder} {what}, so it is no opdrift trace. A trace is a folder that opdrift.record() made.")
+        raise NotATraceError(
+            f"{folder} {what}, so it is no opdrift trace. A trace is a folder that opdrift.record() made."
+        )
     header = _header(folder)
     if rank is not None and rank != (header.rank or 0):
-        raise NotATraceError(f"{folder} is of rank {header.rank or 0}, not {rank}. Leave --rank out.")
+        raise NotATraceError(
+            f"{folder} is of rank {header.rank or 0}, not {rank}. Leave --rank out."
+        )
     lengths, damage = _verified_lengths(folder)
-    tables = {name: _table(folder / f"{name}.arrows", name, lengths.get(name, 0)) for name in TABLES}
+    tables = {
+        name: _table(folder / f"{name}.arrows", name, lengths.get(name, 0)) for name in TABLES
+    }
     footer, trouble = _footer(folder)
     incomplete = damage or trouble
     if incomplete is None and footer is not None and footer.ops != tables["ops"].num_rows:
@@ -429,7 +490,9 @@ def _header(folder: Path) -> Header:
             raise ValueError("its checksum does not match")
         schema = data["schema"]
     except (ValueError, KeyError, AttributeError, OSError) as error:
-        raise DamagedTraceError(f"{folder / HEADER} cannot be read ({error}). Record the run again.") from None
+        raise DamagedTraceError(
+            f"{folder / HEADER} cannot be read ({error}). Record the run again."
+        ) from None
     if schema != TRACE_SCHEMA:
         raise TraceVersionError(
             f"{folder} has the schema {schema!r}; this opdrift reads {TRACE_SCHEMA!r}."
@@ -447,7 +510,13 @@ def _footer(folder: Path) -> tuple[Footer | None, str | None]:
         crc = data.pop("crc")
         if crc != checksum(data):
             raise ValueError("its checksum does not match")
-        return Footer(data["ops"], data["ended"], data["exception"], tuple(data["failures"]), tuple(data["notes"])), None
+        return Footer(
+            data["ops"],
+            data["ended"],
+            data["exception"],
+            tuple(data["failures"]),
+            tuple(data["notes"]),
+        ), None
     except (ValueError, KeyError, AttributeError, TypeError, OSError) as error:
         return None, f"the footer cannot be read ({error})"
 
@@ -459,7 +528,10 @@ def _verified_lengths(folder: Path) -> tuple[dict[str, int], str | None]:
     for number, line in enumerate(_check_lines(folder), 1):
         try:
             ends: dict[str, list[int]] = json.loads(line)
-            whole = all(files[name].matches(good.get(name, 0), end, crc) for name, (end, crc) in ends.items())
+            whole = all(
+                files[name].matches(good.get(name, 0), end, crc)
+                for name, (end, crc) in ends.items()
+            )
         except (ValueError, KeyError, TypeError):
             whole = False
         if not whole:
@@ -513,7 +585,9 @@ def _column(table: pa.Table, name: str) -> pa.Array:
 
 
 def _ints(table: pa.Table, name: str) -> Ints:
-    return cast("Ints", _column(table, name).to_numpy(zero_copy_only=False).astype(np.int64, copy=False))
+    return cast(
+        "Ints", _column(table, name).to_numpy(zero_copy_only=False).astype(np.int64, copy=False)
+    )
 
 
 def _ragged(table: pa.Table, name: str, order: Ints) -> Ragged:
@@ -523,7 +597,9 @@ def _ragged(table: pa.Table, name: str, order: Ints) -> Ragged:
     lengths = np.diff(offsets)
     if len(order) and np.any(order[1:] < order[:-1]):
         starts = np.repeat(offsets[:-1][order], lengths[order])
-        within = np.arange(len(starts)) - np.repeat(np.cumsum(lengths[order]) - lengths[order], lengths[order])
+        within = np.arange(len(starts)) - np.repeat(
+            np.cumsum(lengths[order]) - lengths[order], lengths[order]
+        )
         values, lengths = values[starts + within], lengths[order]
     else:
         values = values[offsets[0] : offsets[-1]] if len(offsets) > 1 else values[:0]
@@ -532,10 +608,27 @@ def _ragged(table: pa.Table, name: str, order: Ints) -> Ragged:
 
 def _op_columns(table: pa.Table) -> OpColumns:
     order = np.argsort(_ints(table, "seq"), kind="stable")
-    names = ("seq", "start", "duration", "node", "signature", "call", "source", "thread", "phase", "flags", "mutated")
+    names = (
+        "seq",
+        "start",
+        "duration",
+        "node",
+        "signature",
+        "call",
+        "source",
+        "thread",
+        "phase",
+        "flags",
+        "mutated",
+    )
     columns = {name: _ints(table, name)[order] for name in names}
     rng = _column(table, "rng").to_numpy(zero_copy_only=False).astype(np.uint64, copy=False)[order]
-    return OpColumns(**columns, rng=rng, inputs=_ragged(table, "inputs", order), outputs=_ragged(table, "outputs", order))
+    return OpColumns(
+        **columns,
+        rng=rng,
+        inputs=_ragged(table, "inputs", order),
+        outputs=_ragged(table, "outputs", order),
+    )
 
 
 def _value_columns(table: pa.Table, fingerprints: FingerprintColumns) -> ValueColumns:
@@ -549,9 +642,18 @@ def _value_columns(table: pa.Table, fingerprints: FingerprintColumns) -> ValueCo
 
     rows = np.full(size, -1, np.int64)
     rows[fingerprints.value] = np.arange(len(fingerprints), dtype=np.int64)
-    return ValueColumns(*(spread(_ints(table, name)) for name in ("storage", "offset", "write", "meta")), fingerprint=rows)
+    return ValueColumns(
+        storage=spread(_ints(table, "storage")),
+        offset=spread(_ints(table, "offset")),
+        write=spread(_ints(table, "write")),
+        meta=spread(_ints(table, "meta")),
+        fingerprint=rows,
+    )
 
 
 def _texts(table: pa.Table) -> dict[tuple[str, int], str]:
     columns = table.to_pydict()
-    return {(kind, ident): text for kind, ident, text in zip(columns["kind"], columns["id"], columns["text"], strict=True)}
+    return {
+        (kind, ident): text
+        for kind, ident, text in zip(columns["kind"], columns["id"], columns["text"], strict=True)
+    }

@@ -39,25 +39,37 @@ def claim(path: Path, *, rank: int | None, overwrite: bool) -> Path:
         TraceNotWritableError: The folder cannot be made.
     """
     folder = path if rank is None else path / RANK_FOLDER.format(rank)
+    try:
+        _check_free(path, folder, rank, overwrite=overwrite)
+        if folder.exists():
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise TraceNotWritableError(
+            f"{folder} cannot be made: {_reason(error)}. Choose a path that you may write to."
+        ) from error
+    return folder
+
+
+def _check_free(path: Path, folder: Path, rank: int | None, *, overwrite: bool) -> None:
     if folder.exists() or folder.is_symlink():
         if not _is_trace(folder):
-            raise TraceExistsError(f"{folder} exists and is no opdrift trace, so it is left alone. Choose another path.")
+            raise TraceExistsError(
+                f"{folder} exists and is no opdrift trace, so it is left alone. Choose another path."
+            )
         if not overwrite:
             raise TraceExistsError(
                 f"{folder} already holds a trace, and nothing recorded is overwritten unasked."
                 " Choose another path, delete it, or pass overwrite=True (`opdrift run --overwrite`)."
             )
     if rank is not None and _is_trace(path):
-        raise TraceExistsError(f"{path} holds the trace of a run with one process; rank {rank} cannot be added to it. Choose another path.")
+        raise TraceExistsError(
+            f"{path} holds the trace of a run with one process; rank {rank} cannot be added to it. Choose another path."
+        )
     if rank is None and any(path.glob("rank-[0-9]*")):
-        raise TraceExistsError(f"{path} holds the traces of a distributed run. Choose another path, or delete it.")
-    try:
-        if folder.exists():
-            shutil.rmtree(folder)
-        folder.mkdir(parents=True)
-    except OSError as error:
-        raise TraceNotWritableError(f"{folder} cannot be made: {_reason(error)}. Choose a path that you may write to.") from error
-    return folder
+        raise TraceExistsError(
+            f"{path} holds the traces of a distributed run. Choose another path, or delete it."
+        )
 
 
 def _is_trace(folder: Path) -> bool:
@@ -106,19 +118,31 @@ class TraceWriter:
         """
         self.folder = folder
         # one thread: Arrow's pool only costs here (notes: recorder, Q7)
-        options = ipc.IpcWriteOptions(compression=pa.Codec("zstd", compression_level=1), use_threads=False)
+        options = ipc.IpcWriteOptions(
+            compression=pa.Codec("zstd", compression_level=1), use_threads=False
+        )
         try:
-            (folder / HEADER).write_text(json.dumps({**header, "crc": checksum(header)}, indent=1), encoding="utf-8")
+            (folder / HEADER).write_text(
+                json.dumps({**header, "crc": checksum(header)}, indent=1), encoding="utf-8"
+            )
             self._files = {name: _Checked(folder / f"{name}.arrows") for name in TABLES}
-            self._streams = {name: ipc.new_stream(self._files[name], schema, options=options) for name, schema in TABLES.items()}
+            self._streams = {
+                name: ipc.new_stream(self._files[name], schema, options=options)
+                for name, schema in TABLES.items()
+            }
             self._checks = (folder / CHECKS).open("xb", buffering=0)
         except OSError as error:
-            raise TraceNotWritableError(f"{folder} cannot be written: {_reason(error)}. Choose a path that you may write to.") from error
+            raise TraceNotWritableError(
+                f"{folder} cannot be written: {_reason(error)}. Choose a path that you may write to."
+            ) from error
 
     def append(self, table: str, columns: Columns) -> None:
         """Append rows to a table; columns in the order of its schema."""
         schema = TABLES[table]
-        arrays = [c if isinstance(c, pa.Array) else pa.array(c, field.type) for c, field in zip(columns, schema, strict=True)]
+        arrays = [
+            c if isinstance(c, pa.Array) else pa.array(c, field.type)
+            for c, field in zip(columns, schema, strict=True)
+        ]
         self._streams[table].write_batch(pa.record_batch(arrays, schema=schema))
 
     def check(self) -> None:
@@ -137,7 +161,9 @@ class TraceWriter:
                 stream.close()
             self.check()
             if footer is not None:
-                (self.folder / FOOTER).write_text(json.dumps({**footer, "crc": checksum(footer)}, indent=1), encoding="utf-8")
+                (self.folder / FOOTER).write_text(
+                    json.dumps({**footer, "crc": checksum(footer)}, indent=1), encoding="utf-8"
+                )
         finally:
             self.abandon()
 
@@ -197,4 +223,6 @@ def _binary(packed: npt.NDArray[np.uint8], lengths: npt.NDArray[Any]) -> pa.Arra
     offsets = np.zeros(len(lengths) + 1, np.int32)
     np.cumsum(lengths, out=offsets[1:])
     data = packed[np.arange(packed.shape[1]) < lengths[:, None]]
-    return pa.Array.from_buffers(pa.binary(), len(lengths), [None, pa.py_buffer(offsets), pa.py_buffer(data)])
+    return pa.Array.from_buffers(
+        pa.binary(), len(lengths), [None, pa.py_buffer(offsets), pa.py_buffer(data)]
+    )

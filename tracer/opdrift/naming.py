@@ -1,0 +1,143 @@
+"""Give leaves and results their names: parameters, buffers, inputs, outputs, gradients."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import Module
+
+from opdrift.mode import parts
+from opdrift.scopes import clean, name_arguments, walk
+
+if TYPE_CHECKING:
+    from opdrift.buffers import ThreadBuffers
+    from opdrift.plugins import OwnsParameters
+    from opdrift.values import Values
+
+WriteMark = Callable[["ThreadBuffers", str, Mapping[str, Any]], None]
+LeafRow = tuple[str, str, str, int, int, int]
+
+
+class Naming:
+    """Names the leaves of one recording. To be called with dispatch switched off."""
+
+    def __init__(
+        self, values: Values, *, write_mark: WriteMark, write_leaf: Callable[[LeafRow], None]
+    ) -> None:
+        self._values = values
+        self._write_mark = write_mark
+        self._write_leaf = write_leaf
+        #: models whose tensors were named, by id; weak, so that a program may drop its model
+        self._models: dict[int, tuple[weakref.ref[Module], str]] = {}
+        self._inside: dict[int, weakref.ref[Module]] = {}
+        #: integrations whose library holds other tensors in place of the parameters
+        self.owners: list[OwnsParameters] = []
+
+    def tensor(
+        self, t: ThreadBuffers, tensor: torch.Tensor, name: str, kind: str, when: str
+    ) -> None:
+        """Name a tensor's present content."""
+        for part_name, part in plain_parts(name, tensor):
+            self._values.name(t, part, part_name, kind, when)
+
+    def model(self, t: ThreadBuffers, model: Module, prefix: str) -> None:
+        """Name and fingerprint a model's parameters and buffers, and say in a mark what it is."""
+        self._models[id(model)] = weakref.ref(model), prefix
+        non_persistent: list[str] = []
+        for path, module in model.named_modules():
+            self._inside[id(module)] = weakref.ref(module)
+            non_persistent += [
+                _joined(prefix, path, name) for name in module._non_persistent_buffers_set
+            ]
+        counts = {"parameter": 0, "buffer": 0}
+        for kind, path, tensor in _tensors(model, remove_duplicate=False):
+            if any(owner.owns(tensor) for owner in self.owners):
+                continue
+            self.tensor(t, tensor, _joined(prefix, path), kind, "entry")
+            counts[kind] += 1
+        fields = {
+            "name": prefix,
+            "type": type(model).__name__,
+            "training": model.training,
+            "parameters": counts["parameter"],
+            "buffers": counts["buffer"],
+            "non_persistent": sorted(non_persistent),
+        }
+        self._write_mark(t, "model", fields)
+
+    def knows(self, module: Module) -> bool:
+        """Whether a module is one of the named models, or a part of one."""
+        found = self._inside.get(id(module))
+        return found is not None and found() is module
+
+    def arguments(
+        self, t: ThreadBuffers, module: Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Name what a root module was called with, as far as no op made it and nobody named it."""
+        for name, tensor in name_arguments(module, args, kwargs):
+            for part_name, part in plain_parts(name, tensor):
+                found = self._values.value_of(part)
+                if found is None:
+                    self._values.name(t, part, part_name, "input", "use")
+                    continue
+                leaf = found[0].leaf
+                if leaf is not None and not any(known for known, _ in leaf.names):
+                    self._values.name(t, part, part_name, "input", "use")
+
+    def results(self, t: ThreadBuffers, call: int, output: Any) -> None:
+        """Name what a root module returned."""
+        t.call, outside = call, t.call
+        try:
+            for name, tensor in walk("output", output):
+                self.tensor(t, tensor, name, "output", "return")
+        finally:
+            t.call = outside
+
+    def rest(self, t: ThreadBuffers) -> None:
+        """Name results that no module returned: changed parameters and buffers, gradients, what still lives."""
+        for reference, prefix in self._models.values():
+            model = reference()
+            if model is None:
+                continue
+            for kind, path, tensor in _tensors(model, remove_duplicate=True):
+                name = _joined(prefix, path)
+                for part_name, part in plain_parts(name, tensor):
+                    found = self._values.value_of(part)
+                    if found is not None and found[0].writes:
+                        self._values.name(t, part, part_name, kind, "exit")
+                # torch warns where a tensor that is no leaf is asked for its gradient
+                if tensor.is_leaf and tensor.grad is not None:
+                    self.tensor(t, tensor.grad, name, "gradient", "exit")
+        for value in self._values.alive():
+            self._write_leaf(("", "alive", "exit", value, t.seq, 0))
+
+
+def _tensors(model: Module, *, remove_duplicate: bool) -> Iterator[tuple[str, str, torch.Tensor]]:
+    for path, parameter in model.named_parameters(remove_duplicate=remove_duplicate):
+        yield "parameter", path, parameter
+    for path, buffer in model.named_buffers(remove_duplicate=remove_duplicate):
+        yield "buffer", path, buffer
+
+
+def _joined(*names: str) -> str:
+    return clean(".".join(name for name in names if name))
+
+
+def plain_parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """The plain tensors that hold a tensor's content: itself, a DTensor's local part, a sparse one's components."""
+    local = getattr(tensor, "_local_tensor", None)
+    if isinstance(local, torch.Tensor):
+        tensor = local
+    if (
+        type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+        or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    ):
+        return  # its inner tensors are seen by the ops that it runs
+    if tensor.layout is torch.strided and not tensor.is_nested:
+        yield name, tensor
+        return
+    for position, part in enumerate(parts(tensor)):
+        yield f"{name}.{position}", part

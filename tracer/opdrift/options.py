@@ -1,0 +1,125 @@
+"""What `record` was asked for, checked at the door."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal, cast
+
+import torch
+from torch.nn import Module
+
+from opdrift.errors import InvalidOptionError
+from opdrift.plugins import installed_integrations
+from opdrift.records import Batch
+
+Effort = Literal["auto", "full", "off"]
+_EFFORTS: Final = ("auto", "full", "off")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The checked arguments of `record`; `integrations` is None for "auto"."""
+
+    path: Path
+    models: Mapping[str, Module]
+    inputs: Mapping[str, torch.Tensor]
+    batch: Batch | None
+    integrations: tuple[str, ...] | None
+    kernels: Effort
+    integrity: Effort
+    label: str
+    overwrite: bool
+
+    def described(self) -> dict[str, Any]:
+        """The part that the trace's header keeps."""
+        batch = self.batch
+        return {
+            "kernels": self.kernels,
+            "integrity": self.integrity,
+            "batch": None
+            if batch is None
+            else {"size": batch.size, "lengths": batch.lengths, "pad_side": batch.pad_side},
+        }
+
+
+def check_options(
+    path: str | os.PathLike[str],
+    *,
+    model: object,
+    inputs: object,
+    batch: object,
+    integrations: object,
+    kernels: str,
+    integrity: str,
+    label: str,
+    overwrite: bool,
+) -> Options:
+    """Check what `record` was given.
+
+    Raises:
+        InvalidOptionError: An argument is of a type or value that opdrift does not accept.
+    """
+    if batch is not None and not isinstance(batch, Batch):
+        raise InvalidOptionError(
+            f"batch={batch!r} is no opdrift.Batch. Write batch=opdrift.Batch(size)."
+        )
+    return Options(
+        path=Path(path),
+        models=_models(model),
+        inputs=_inputs(inputs),
+        batch=batch,
+        integrations=_integrations(integrations),
+        kernels=_effort("kernels", kernels),
+        integrity=_effort("integrity", integrity),
+        label=str(label),
+        overwrite=bool(overwrite),
+    )
+
+
+def _models(model: object) -> Mapping[str, Module]:
+    if model is None:
+        return {}
+    if isinstance(model, Module):
+        return {"": model}
+    if isinstance(model, Mapping) and all(isinstance(m, Module) for m in model.values()):
+        return {str(name): module for name, module in model.items()}
+    raise InvalidOptionError(
+        f"model={type(model).__name__} is no nn.Module and no mapping of names to nn.Modules."
+    )
+
+
+def _inputs(inputs: object) -> Mapping[str, torch.Tensor]:
+    if inputs is None:
+        return {}
+    if isinstance(inputs, Mapping) and all(isinstance(x, torch.Tensor) for x in inputs.values()):
+        return {str(name): tensor for name, tensor in inputs.items()}
+    raise InvalidOptionError(
+        "inputs= is a mapping of names to tensors, such as {'input_ids': ids}."
+    )
+
+
+def _integrations(names: object) -> tuple[str, ...] | None:
+    if names == "auto":
+        return None
+    known = installed_integrations()
+    if isinstance(names, str) or not isinstance(names, Sequence):
+        raise InvalidOptionError(
+            f"integrations={names!r}: give 'auto', or a sequence of names from {', '.join(sorted(known))}."
+        )
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise InvalidOptionError(
+            f"There is no integration {', '.join(map(repr, unknown))}; installed are {', '.join(sorted(known)) or 'none'}."
+        )
+    return tuple(names)
+
+
+def _effort(name: str, value: str) -> Effort:
+    if value not in _EFFORTS:
+        raise InvalidOptionError(
+            f"{name}={value!r}: choose one of {', '.join(map(repr, _EFFORTS))}."
+        )
+    return cast("Effort", value)
