@@ -161,6 +161,13 @@ def test_one_step_is_one_unit_in_the_last_place(dtype: str, kind: type[np.floati
     assert difference(stored(x, dtype), stored(y, dtype)).ulp == 1.0
 
 
+def test_distances_over_the_whole_range_of_float64_do_not_wrap() -> None:
+    x, y = np.array([-1.7e308, 1.0]), np.array([1.7e308, 1.0])
+    found = difference(stored(x / 1e160, "float64"), stored(y / 1e160, "float64"))
+    assert found.ulp is not None
+    assert found.ulp > 2.0**63
+
+
 def test_units_of_the_coarser_type_count() -> None:
     """bfloat16 against float32: 1 + 2**-7 is one step of bfloat16, 65,536 of float32."""
     x, y = np.full(4, 1.0, np.float32), np.full(4, 1.0 + 2.0**-7, np.float32)

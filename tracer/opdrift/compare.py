@@ -242,9 +242,10 @@ def _ulp(left: Fingerprint, right: Fingerprint, a: Doubles, b: Doubles) -> float
     if not all(code in _FLOATS for code in codes) or not both.any():
         return None
     if codes[0] == codes[1]:
-        pairs = zip(left.sample[both].tolist(), right.sample[both].tolist(), strict=True)
-        sign = 1 << 8 * codes[0].bytes - 1
-        return float(max(abs(_step(x, sign) - _step(y, sign)) for x, y in pairs))
+        x, y = (_places(side.sample[both], codes[0].bytes) for side in (left, right))
+        # The difference of two places can exceed int64: taken modulo 2**64, it is right.
+        apart = np.where(x > y, x - y, y - x).view(np.uint64)
+        return float(apart.max())
     a, b = a[both], b[both]
     bits, lowest = _FLOATS[min(codes, key=lambda code: _FLOATS[code][0])]
     exponent = np.frexp(np.maximum(np.abs(a), np.abs(b)))[1] - 1
@@ -252,9 +253,11 @@ def _ulp(left: Fingerprint, right: Fingerprint, a: Doubles, b: Doubles) -> float
     return float((np.abs(a - b) / spacing).max())
 
 
-def _step(bits: int, sign: int) -> int:
-    """A float's bit pattern as its place in the order of the numbers of its type; both zeros are 0."""
-    return sign - bits if bits & sign else bits
+def _places(bits: npt.NDArray[np.uint64], width: int) -> npt.NDArray[np.int64]:
+    """Floats' bit patterns as places in the order of the numbers of their type; both zeros are 0."""
+    sign = np.uint64(1 << 8 * width - 1)
+    magnitude = (bits & (sign - np.uint64(1))).view(np.int64)
+    return np.where(bits & sign, -magnitude, magnitude)
 
 
 # ---- sizes from sketches and statistics --------------------------------------------------------------
