@@ -432,7 +432,7 @@ class Recorder:
             return
         with self._lock, silent():
             try:
-                ops = t.op_count - t.done[0]
+                self._ops_written += t.op_count - t.done[0]  # also if they are lost: the reader counts
                 # rows are counted before the names are taken, so that a row's names are on disk with it
                 counts = t.counts()
                 self._drain("names", self._names)
@@ -440,10 +440,9 @@ class Recorder:
                 self._drain("leaves", self._leaves)
                 self._drain("marks", self._marks)
                 self._writer.check()
-                self._ops_written += ops
             except OSError as error:
                 self._disk_failed(error)
-            except Exception as error:  # these rows are lost, and the reader will count too few
+            except Exception as error:
                 self._failed("writing", error)
                 if reset:
                     t.discard()
