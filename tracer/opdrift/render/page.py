@@ -40,8 +40,6 @@ _LABEL_WIDTH: Final = 11
 _WIDEST: Final = 120
 #: Below this width a label stands on a line of its own, so that the text keeps enough room.
 _NARROW: Final = 60
-#: A column that may be shortened keeps at least this many cells.
-_SHORTEST: Final = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +87,16 @@ class Column:
     Attributes:
         title: Its heading.
         align: Numbers stand to the right.
-        keep: Where the table is too wide, columns go in the order of this number, lowest first.
+        keep: Where the table is too wide, columns are cut, and go, in the order of this number, lowest first.
         shorten: Its texts may be cut at the left (paths: the end tells more); others never are.
+        least: A column that may be shortened keeps this many cells.
     """
 
     title: str
     align: Literal["left", "right"] = "left"
     keep: int = 9
     shorten: bool = False
+    least: int = 12
 
 
 class Page:
@@ -183,7 +183,7 @@ class Page:
         if self.screen.width is None:
             return shown
         least = [
-            min(_longest(rows, i), _SHORTEST) if c.shorten else _longest(rows, i)
+            min(_longest(rows, i), c.least) if c.shorten else _longest(rows, i)
             for i, c in enumerate(columns)
         ]
         while len(shown) > 1 and indent + sum(least[i] + 2 for i in shown) - 2 > self.screen.width:
@@ -201,8 +201,8 @@ class Page:
         if self.screen.width is None:
             return widths
         excess = indent + sum(w + 2 for w in widths.values()) - 2 - self.screen.width
-        for i in sorted((i for i in shown if columns[i].shorten), key=lambda i: -widths[i]):
-            cut = max(0, min(excess, widths[i] - _SHORTEST))
+        for i in sorted((i for i in shown if columns[i].shorten), key=lambda i: columns[i].keep):
+            cut = max(0, min(excess, widths[i] - columns[i].least))
             widths[i] -= cut
             excess -= cut
         return widths

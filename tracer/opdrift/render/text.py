@@ -10,7 +10,7 @@ from typing import Final
 from opdrift.records import Diagnosis, Divergence, TraceSummary, Verdict
 from opdrift.render import card
 from opdrift.render.page import Column, Page, Screen
-from opdrift.render.words import count, name, plural, ratio, readable, scope, side, size
+from opdrift.render.words import cell, count, name, plural, ratio, readable, scope, side, size
 
 _TONES: Final[Mapping[Verdict, str]] = {
     "identical": "good",
@@ -159,7 +159,7 @@ def _amplifiers(page: Page, diagnosis: Diagnosis) -> None:
     found = sorted(diagnosis.amplifiers, key=lambda a: -a.gain)
     rows = [
         (
-            scope(a.module),
+            cell(a.module),
             name(a.op),
             count(a.seq.left) if a.seq.left is not None else "",
             size(a.input_difference),
@@ -190,7 +190,7 @@ def _growth(page: Page, diagnosis: Diagnosis) -> None:
         drawn = page.text(
             bar(known, page.screen) if point.differing and known is not None else "", "bad"
         )
-        rows.append((scope(point.module), count(point.ops), count(point.differing), largest, drawn))
+        rows.append((cell(point.module), count(point.ops), count(point.differing), largest, drawn))
     page.table(columns, rows)
 
 
@@ -209,7 +209,7 @@ def bar(difference: float, screen: Screen) -> str:
 def _unpaired(page: Page, diagnosis: Diagnosis) -> None:
     rows = []
     for word, groups in (("left", diagnosis.unpaired.left), ("right", diagnosis.unpaired.right)):
-        rows += [(word, name(g.op), f"x{count(g.count)}", scope(g.module)) for g in groups]
+        rows += [(word, name(g.op), f"x{count(g.count)}", cell(g.module)) for g in groups]
     if not rows:
         return
     page.heading("ops that only one run has")

@@ -16,7 +16,7 @@ from opdrift.render.finding_text import one_line
 from opdrift.render.kernels import picks_of
 from opdrift.render.page import Column, Page, Screen
 from opdrift.render.trace_json import digest, flag_words
-from opdrift.render.words import count, name, plural, readable, scope, size
+from opdrift.render.words import cell, count, name, plural, readable, scope, size
 from opdrift.tracefile.reader import Trace
 
 #: Rows of the overview's lists.
@@ -105,7 +105,7 @@ def _modules(page: Page, trace: Trace) -> None:
         Column("ops", "right", keep=8),
         Column("ms", "right", keep=7),
     )
-    rows = [(scope(top), count(n), f"{times[top] / 1e6:,.2f}") for top, n in ops.items()]
+    rows = [(cell(top), count(n), f"{times[top] / 1e6:,.2f}") for top, n in ops.items()]
     _table(page, columns, rows)
 
 
@@ -154,7 +154,7 @@ def _row(trace: Trace, op: Op) -> tuple[str, ...]:
     return (
         count(op.seq),
         name(op.name),
-        scope(op.call.path),
+        cell(op.call.path),
         str(trace.meta(first)) if first else "",
         shown[:_DIGITS] if shown else "",
         f"{op.duration_ns / 1e3:,.1f}",
@@ -251,5 +251,11 @@ def content(trace: Trace, value: int) -> str:
         )
         if n
     ]
-    span = f"{size(fingerprint.min)} to {size(fingerprint.max)}, norm {size(float(np.sqrt(fingerprint.ssq)))}"
+    norm = size(float(np.sqrt(fingerprint.ssq)))
+    finite = fingerprint.n - fingerprint.nonfinite
+    span = (
+        f"{size(fingerprint.min)} to {size(fingerprint.max)}, norm {norm}"
+        if finite
+        else "no finite value"
+    )
     return ", ".join([f"digest {fingerprint.raw:016x}", span, *bad])

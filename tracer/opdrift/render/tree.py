@@ -134,8 +134,11 @@ def _put(page: Page, lead: str, mark: Mark, text: str) -> None:
 
 def _told(rows: Rows, node: _Node) -> str:
     said = [plural(node.counts.total(), "op")]
-    if node.differing:
-        said.append(f"{count(len(node.differing))} differ{_growth(rows, node.differing)}")
+    differing, total = len(node.differing), node.counts.total()
+    if differing:
+        number = count(differing) if differing < total else "all"
+        verb = "differs" if total == 1 else f"{number} differ"
+        said.append(f"{verb}{_growth(rows, node.differing)}")
     if node.mark not in "-+":
         lone: tuple[Mark, ...] = ("-", "+")
         said += [f"{count(node.counts[m])} {MEANINGS[m]}" for m in lone if node.counts[m]]
@@ -143,12 +146,12 @@ def _told(rows: Rows, node: _Node) -> str:
 
 
 def _growth(rows: Rows, differing: list[int]) -> str:
-    """The difference where it first and last can be told, such as "1e-6 -> 3e-2"."""
+    """The difference where it first and last can be told, such as " (1e-6 -> 3e-2)"."""
     first = next((s for row in differing if (s := rows.size(row)) is not None), None)
     final = next((s for row in reversed(differing) if (s := rows.size(row)) is not None), None)
     if first is None or final is None:
         return ""
-    return f", {size(first)}" if first == final else f", {size(first)} -> {size(final)}"
+    return f" ({size(first)})" if first == final else f" ({size(first)} -> {size(final)})"
 
 
 def _op(rows: Rows, row: int) -> str:

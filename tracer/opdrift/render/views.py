@@ -6,11 +6,14 @@ from typing import Final
 
 from opdrift.render.page import Column, Page, Screen
 from opdrift.render.rows import MEANINGS, TONES, Row, Rows
-from opdrift.render.words import count, name, scope, size
+from opdrift.render.words import cell, count, name, size
 from opdrift.tracefile.reader import Trace
 
 #: Rows on each side of the first divergence, unless `--context` says otherwise.
 CONTEXT: Final = 6
+#: Cells that an op's name keeps in two columns, on screens of at least this width.
+_NAME: Final = 24
+_ROOMY: Final = 80
 
 
 def around(rows: Rows, context: int, screen: Screen) -> str:
@@ -42,14 +45,15 @@ def around(rows: Rows, context: int, screen: Screen) -> str:
 
 def side_by_side(rows: Rows, context: int, screen: Screen) -> str:
     """The ops around the first divergence in two columns; what is the same on the right is left out there."""
+    least = _NAME if screen.width is None or screen.width >= _ROOMY else 12
     columns = (
         Column("module", keep=3, shorten=True),
         Column("left", "right", keep=7),
-        Column("op", keep=9, shorten=True),
+        Column("op", keep=9, shorten=True, least=least),
         Column("output", keep=4),
         Column("", keep=10),
         Column("right", "right", keep=5),
-        Column("op", keep=8, shorten=True),
+        Column("op", keep=8, shorten=True, least=least),
         Column("output", keep=2),
         Column("differs by", "right", keep=6),
     )
@@ -120,7 +124,7 @@ def _output(trace: Trace, index: int) -> str:
 
 
 def _module(trace: Trace, index: int) -> str:
-    return scope(trace.calls[int(trace.ops.call[index])].path)
+    return cell(trace.calls[int(trace.ops.call[index])].path)
 
 
 def _size(rows: Rows, row: int) -> str:

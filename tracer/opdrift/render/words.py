@@ -52,6 +52,11 @@ def scope(path: str) -> str:
     return name(path) if path else "the root module"
 
 
+def cell(path: str) -> str:
+    """A module path in a table."""
+    return name(path) if path else "(root)"
+
+
 def count(number: int) -> str:
     """41370 -> "41,370"."""
     return f"{number:,}"

@@ -1,0 +1,512 @@
+"""The commands as scripts see them: exit statuses, streams, files, bad input."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from opdrift.commands.exit_codes import ExitCode
+from opdrift.commands.main import diff_trace, opdrift
+
+
+@pytest.fixture
+def traces(recorded, tmp_path, monkeypatch):
+    """Work in a folder where the recorded traces lie beside each other; reports then name them shortly."""
+    for trace in recorded.iterdir():
+        (tmp_path / trace.name).symlink_to(trace)
+    monkeypatch.chdir(tmp_path)
+    for name in ("COLUMNS", "NO_COLOR", "FORCE_COLOR", "OPDRIFT_DEBUG"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def said(capsys):
+    """What a command printed: (stdout, stderr)."""
+    captured = capsys.readouterr()
+    return captured.out, captured.err
+
+
+# ---- exit status ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("right", "options", "status", "verdict"),
+    [
+        ("base", [], 0, "identical"),
+        ("same", [], 0, "identical"),
+        ("math", [], 1, "rounding"),
+        ("math", ["--fail-on", "diverged"], 0, "rounding"),
+        ("weights", [], 1, "diverged"),
+        ("weights", ["--fail-on", "diverged"], 1, "diverged"),
+        ("eps", ["--fail-on", "any"], 1, "diverged"),
+        ("nan", [], 1, "diverged"),
+    ],
+)
+def test_exit_status_follows_the_verdict(right, options, status, verdict, traces, capsys):
+    """0 identical, 1 they differ; with --fail-on diverged rounding is no failure."""
+    assert diff_trace(["base.trace", f"{right}.trace", *options]) == status
+    out, err = said(capsys)
+    assert out.startswith(verdict)
+    assert err == ""
+
+
+def test_exit_statuses_are_these():
+    """As `diff` and `cmp` have them."""
+    assert (ExitCode.SAME, ExitCode.DIFFER, ExitCode.TROUBLE) == (0, 1, 2)
+
+
+@pytest.mark.parametrize("command", ["script", "-m opdrift diff", "-m opdrift.commands"])
+def test_every_way_to_start_the_command(command, traces, python):
+    """The script `diff-trace`, and `python -m opdrift diff` where scripts are not on the PATH."""
+    if command == "script":
+        script = shutil.which("diff-trace", path=str(Path(sys.executable).parent))
+        if script is None:
+            pytest.skip("opdrift is not installed here, so there is no script")
+        done = subprocess.run(
+            [script, "base.trace", "eps.trace"],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+    else:
+        done = python(*command.split(), "base.trace", "eps.trace", cwd=traces)
+    if command == "-m opdrift.commands":
+        assert done.returncode != 0  # a package, no command: only the two above are promised
+        return
+    assert (done.returncode, done.stdout.partition(":")[0], done.stderr) == (1, "diverged", "")
+
+
+# ---- what is printed -----------------------------------------------------------------------------------
+
+
+def test_quiet_prints_the_verdict_line_alone(traces, capsys):
+    """One line for logs."""
+    assert diff_trace(["base.trace", "eps.trace", "-q"]) == 1
+    out, _ = said(capsys)
+    assert out.startswith("diverged: at op ")
+    assert out.count("\n") == 1
+
+
+def test_json_goes_to_stdout_whole(traces, capsys):
+    """One document, and the same verdict as the exit status says."""
+    assert diff_trace(["base.trace", "weights.trace", "--format", "json"]) == 1
+    document = json.loads(said(capsys)[0])
+    assert (document["schema"], document["verdict"]) == ("opdrift.diagnosis/1", "diverged")
+    assert (document["left"]["path"], document["left"]["label"]) == ("base.trace", "as published")
+
+
+def test_report_file_gets_the_report_and_stdout_the_verdict(traces, capsys):
+    """-o writes the file whole, in UTF-8, and an earlier report is replaced."""
+    for _ in range(2):
+        assert (
+            diff_trace(["base.trace", "weights.trace", "--format", "json", "-o", "report.json"])
+            == 1
+        )
+    out, _ = said(capsys)
+    assert out.count("\n") == 2
+    assert out.startswith("diverged")
+    assert json.loads(Path("report.json").read_text("utf-8"))["verdict"] == "diverged"
+    assert [p.name for p in traces.iterdir() if "report" in p.name] == ["report.json"]
+
+
+def test_views_follow_the_card(traces, capsys):
+    """--side-by-side and --tree add to the report; --context says how many ops."""
+    assert (
+        diff_trace(["base.trace", "eps.trace", "--side-by-side", "--tree", "--context", "2"]) == 1
+    )
+    out, _ = said(capsys)
+    card, _, views = out.partition("ops around the first divergence")
+    assert "cause" in card
+    marked = [
+        line for line in views.splitlines() if " = " in line or " x " in line or " ~ " in line
+    ]
+    assert "modules" in views
+    assert (
+        len(
+            [
+                line
+                for line in views.partition("modules")[0].splitlines()
+                if line[:1] not in ("", "=")
+            ]
+        )
+        == 6
+    )
+    assert any("x" in line for line in marked)
+
+
+def test_narrow_terminal(traces, capsys, monkeypatch):
+    """COLUMNS is obeyed also in a pipe; commands to type stay whole."""
+    monkeypatch.setenv("COLUMNS", "40")
+    diff_trace(["base.trace", "eps.trace"])
+    lines = said(capsys)[0].splitlines()
+    assert [
+        line
+        for line in lines
+        if len(line) > 40 and "opdrift show" not in line and "diff-trace" not in line
+    ] == []
+
+
+def test_a_terminal_without_utf8_gets_ascii(traces, python):
+    """Bars and marks have ASCII forms; nothing fails to encode."""
+    done = python(
+        "-m",
+        "opdrift",
+        "diff",
+        "base.trace",
+        "eps.trace",
+        "--tree",
+        cwd=traces,
+        PYTHONIOENCODING="ascii",
+    )
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout.isascii()
+
+
+def test_a_reader_that_leaves_is_no_error(traces, python):
+    """`opdrift show ... | head -1` ends quietly."""
+    code = (
+        "import subprocess, sys; p = subprocess.Popen([sys.executable, '-m', 'opdrift', 'show', 'base.trace', '--format',"
+        " 'json'], stdout=subprocess.PIPE, stderr=subprocess.PIPE); p.stdout.close(); print(p.wait(), p.stderr.read())"
+    )
+    assert python("-c", code, cwd=traces).stdout == "0 b''\n"
+
+
+# ---- bad input -----------------------------------------------------------------------------------------
+
+
+def damaged(traces, what):
+    """A path that is no readable trace, and words that the complaint must hold."""
+    path = traces / f"{what}.trace"
+    if what == "missing":
+        return path, "does not exist"
+    if what == "file":
+        path.write_text("no trace")
+        return path, "is a file"
+    if what == "folder":
+        path.mkdir()
+        return path, "has no header.json"
+    shutil.copytree(traces / "base.trace", path)
+    header = path / "header.json"
+    if what == "newer":
+        text = json.loads(header.read_text())
+        from opdrift.tracefile.schema import checksum
+
+        text["schema"] = "opdrift.trace/2"
+        del text["crc"]
+        header.write_text(json.dumps({**text, "crc": checksum(text)}))
+        return path, "opdrift.trace/2"
+    if what == "unreadable":
+        header.write_bytes(b"{\xff not json")
+        return path, "header.json cannot be read"
+    assert what == "empty"
+    header.write_text("")
+    return path, "header.json cannot be read"
+
+
+@pytest.mark.parametrize("what", ["missing", "file", "folder", "newer", "unreadable", "empty"])
+@pytest.mark.parametrize("command", ["left", "right", "show"])
+def test_what_is_no_trace_gets_one_sentence(what, command, traces, capsys):
+    """Status 2, nothing on stdout, one line on stderr that names the path."""
+    path, words = damaged(traces, what)
+    if command == "show":
+        status = opdrift(["show", str(path)])
+    else:
+        sides = [str(path), "base.trace"]
+        status = diff_trace(sides if command == "left" else sides[::-1])
+    out, err = said(capsys)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert words in err
+    assert str(path) in err
+    assert "Traceback" not in err
+
+
+def test_a_cut_off_trace_is_compared_as_far_as_it_goes(traces, capsys):
+    """A killed run is no error: the report says that it is incomplete, and never that the runs are identical."""
+    shutil.copytree("base.trace", "cut.trace")
+    (Path("cut.trace") / "footer.json").unlink()
+    assert diff_trace(["base.trace", "cut.trace"]) in (0, 1)
+    out, err = said(capsys)
+    assert "incomplete" in out
+    assert err == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "two traces"),
+        (["base.trace"], "two traces"),
+        (["base.trace", "same.trace", "eps.trace"], "two traces"),
+        (["base.trace", "same.trace", "--format", "html"], "html is not in this version"),
+        (["base.trace", "--across-ranks"], "--across-ranks is not in this version"),
+        (["base.trace", "same.trace", "--rtol", "1e-3"], "--rtol and --atol belong together"),
+        (["base.trace", "same.trace", "-q", "--format", "json"], "-q prints only the verdict"),
+        (["base.trace", "same.trace", "--tree", "--format", "json"], "belong to text"),
+        (["base.trace", "same.trace", "-o", "."], "is a folder"),
+        (["base.trace", "same.trace", "-o", "base.trace"], "is an opdrift trace"),
+        (["base.trace", "same.trace", "-o", "base.trace/ops.arrows"], "lies in an opdrift trace"),
+        (["base.trace", "same.trace", "-o", "nowhere/report.txt"], "does not exist"),
+        (["base.trace", "same.trace", "--rank", "3"], "rank"),
+    ],
+)
+def test_impossible_requests_get_one_sentence(arguments, words, traces, capsys):
+    """Status 2 and what to do instead, before any work is done."""
+    assert diff_trace(arguments) == 2
+    out, err = said(capsys)
+    assert (out, err.count("\n")) == ("", 1)
+    assert words in err
+
+
+@pytest.mark.parametrize(
+    "options",
+    ["--samples 3", "--samples -1:2", "--map encoder", "--rtol -1 --atol 1", "--rtol inf --atol 1", "--rank x", "--context -2",
+     "--format yaml", "--fail-on never", "--no-such-option"],
+)  # fmt: skip
+def test_wrong_values_are_refused_by_name(options, traces, capsys):
+    """argparse's own status 2, with the option named."""
+    with pytest.raises(SystemExit) as stop:
+        diff_trace(["base.trace", "same.trace", *options.split()])
+    assert stop.value.code == 2
+    assert options.split()[0] in said(capsys)[1]
+
+
+def test_a_bug_asks_for_a_report(traces, capsys, monkeypatch):
+    """No traceback for users; one for those who ask."""
+    monkeypatch.setattr("opdrift.tracefile.reader.load", lambda path: 1 // 0)
+    assert opdrift(["show", "base.trace"]) == 2
+    out, err = said(capsys)
+    assert (out, err.count("\n")) == ("", 1)
+    assert "bug in opdrift (ZeroDivisionError" in err
+    assert "`opdrift env`" in err
+
+    monkeypatch.setenv("OPDRIFT_DEBUG", "1")
+    assert opdrift(["show", "base.trace"]) == 2
+    assert "Traceback" in said(capsys)[1]
+
+
+# ---- help ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["run", "--help"], ["show", "--help"], ["env", "--help"], ["diff", "--help"]],
+)
+def test_help_of_every_command(arguments, capsys):
+    """Every command explains itself; what does not exist yet is not offered."""
+    with pytest.raises(SystemExit) as stop:
+        opdrift(arguments)
+    out, _ = said(capsys)
+    assert stop.value.code == 0
+    assert out.startswith("usage: opdrift")
+    assert "export" not in out
+
+
+# ---- opdrift show --------------------------------------------------------------------------------------
+
+
+def test_show_tells_what_was_recorded(traces, capsys):
+    """An overview, and the next command to type."""
+    assert opdrift(["show", "base.trace"]) == 0
+    out, err = said(capsys)
+    assert "ops, complete" in out.splitlines()[0]
+    assert "next: opdrift show base.trace" in out
+    assert err == ""
+
+
+def test_show_json_has_the_keys_of_the_contract(traces, capsys):
+    """One object: header, ops, marks, leaves, findings."""
+    assert opdrift(["show", "nan.trace", "--format", "json"]) == 0
+    document = json.loads(said(capsys)[0], parse_constant=pytest.fail)
+    assert list(document) == ["schema", "header", "ops", "marks", "leaves", "findings"]
+    assert document["schema"] == "opdrift.trace/1"
+    assert "aten.embedding.default" in {op["op"] for op in document["ops"]}
+    assert document["findings"][0].keys() == {
+        "kind",
+        "cause",
+        "name",
+        "op",
+        "module",
+        "seq",
+        "step",
+        "rank",
+    }
+    assert document["findings"][0]["name"] == "2.attention.out.weight"
+
+
+def test_show_one_op(traces, capsys):
+    """--op N takes the number that the reports print."""
+    assert opdrift(["show", "base.trace", "--op", "1"]) == 0
+    assert said(capsys)[0].startswith("op 1 of ")
+
+
+def test_show_the_ops_of_a_module_and_below(traces, capsys):
+    """--scope takes a pattern; what is in a module belongs to it."""
+    assert (
+        opdrift(["show", "base.trace", "--format", "json", "--scope", "*.attention", "--kernels"])
+        == 0
+    )
+    ops = json.loads(said(capsys)[0])["ops"]
+    assert {op["module"].partition(".")[2].partition(".")[0] for op in ops} == {"attention"}
+    assert "FLASH_ATTENTION" in {op["kernel"]["backend"] for op in ops if op["kernel"]}
+
+
+def test_show_a_leaf_over_time(traces, capsys):
+    """--leaf prints content and origin of each matching leaf."""
+    assert opdrift(["show", "base.trace", "--leaf", "1.norm.*"]) == 0
+    out, _ = said(capsys)
+    assert [line for line in out.splitlines() if line.startswith("1.norm")] == [
+        "1.norm.weight  parameter float32[16]",
+        "1.norm.bias  parameter float32[16]",
+    ]
+
+
+@pytest.mark.parametrize(("trace", "status"), [("base", 0), ("nan", 1)])
+def test_findings_decide_the_exit_status(trace, status, traces, capsys):
+    """--findings ends with 1 if there are any."""
+    assert opdrift(["show", f"{trace}.trace", "--findings"]) == status
+    assert said(capsys)[0].startswith("1 finding" if status else "nothing found")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--op 0", "has no op 0"),
+        ("--op 99999", "it holds 1 to"),
+        ("--scope decoder", "No op of"),
+        ("--leaf x.y", "has no leaf named"),
+    ],
+)
+def test_show_says_what_there_is_instead(options, words, traces, capsys):
+    """A pattern that matches nothing is an error, with what could be asked for."""
+    assert opdrift(["show", "base.trace", *options.split()]) == 2
+    out, err = said(capsys)
+    assert (out, err.count("\n")) == ("", 1)
+    assert words in err
+
+
+# ---- opdrift run ---------------------------------------------------------------------------------------
+
+PROGRAM = """
+import sys
+import torch
+from beside import number
+print(__name__, sys.argv[1:])
+torch.full((2,), number) + 1
+match sys.argv[1:2]:
+    case ["raise"]: raise ValueError("the program's own")
+    case ["exit"]: sys.exit(7)
+    case ["text"]: sys.exit("the program's last words")
+    case ["zero"]: sys.exit(0)
+    case ["interrupt"]: raise KeyboardInterrupt
+"""
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch):
+    """A script that imports a module beside it."""
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    (folder / "beside.py").write_text("number = 3.0\n")
+    (folder / "program.py").write_text(PROGRAM)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "beside", raising=False)
+    return folder / "program.py"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "last", "ended"),
+    [
+        ([], 0, "the trace is in run.trace", "ok"),
+        (["zero"], 0, "the trace is in run.trace", "ok"),
+        (["exit"], 7, "the trace is in run.trace", "raised"),
+        (["text"], 1, "the program's last words", "raised"),
+        (["raise"], 1, "ValueError: the program's own", "raised"),
+        (["interrupt"], 130, "KeyboardInterrupt", "raised"),
+        (["--flag", "-o", "x", "--help"], 0, "the trace is in run.trace", "ok"),
+    ],
+)
+def test_run_keeps_the_program_s_status_and_writes_the_trace(
+    arguments, status, last, ended, program, capsys
+):
+    """However it ends; its arguments are its own, dashes and all."""
+    from opdrift.tracefile.reader import load
+
+    argv, path = sys.argv[:], sys.path[:]
+    assert (
+        opdrift(["run", "-o", "run.trace", "--label", "a run", str(program), *arguments]) == status
+    )
+
+    out, err = said(capsys)
+    assert out == f"__main__ {arguments}\n"
+    assert last in err.splitlines()[-1] + err.splitlines()[-2 if len(err.splitlines()) > 1 else -1]
+    assert "opdrift/commands" not in err
+    trace = load("run.trace")
+    assert (trace.header.label, trace.complete, trace.footer.ended) == ("a run", True, ended)
+    assert [trace.op(i).name for i in range(len(trace.ops))][-1] == "aten.add.Tensor"
+    assert (sys.argv, sys.path) == (argv, path)
+
+
+def test_run_a_module_as_python_does(program, python):
+    """`python -m opdrift run -m MODULE`, default name of the trace."""
+    done = python("-m", "opdrift", "run", "-m", "program", "exit", cwd=program.parent)
+    assert (done.returncode, done.stdout) == (7, "__main__ ['exit']\n")
+    assert done.stderr == "opdrift: the trace is in program.trace\n"
+    assert (program.parent / "program.trace" / "header.json").exists()
+
+
+def test_run_overwrites_only_on_request(program, capsys):
+    """The program is not even started where its trace could not be written."""
+    (program.parent / "program.py").write_text("print('started')\n")
+    assert opdrift(["run", "-o", "run.trace", str(program)]) == 0
+    assert opdrift(["run", "-o", "run.trace", str(program)]) == 2
+    assert opdrift(["run", "-o", "run.trace", "--overwrite", str(program)]) == 0
+    out, err = said(capsys)
+    assert out == "started\n" * 2
+    assert "run.trace already holds a trace" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "run needs a program"),
+        (["-m"], "run needs a program"),
+        (["missing.py"], "missing.py is no file"),
+        (["--integrations", "nonsense", "{}"], "no integration 'nonsense'"),
+    ],
+)
+def test_run_says_what_it_needs(arguments, words, program, capsys):
+    """One sentence, status 2, no trace."""
+    assert opdrift(["run", "-o", "run.trace", *(a.format(program) for a in arguments)]) == 2
+    out, err = said(capsys)
+    assert (out, err.count("\n")) == ("", 1)
+    assert words in err
+    assert not Path("run.trace").exists()
+
+
+# ---- opdrift env ---------------------------------------------------------------------------------------
+
+
+def test_env_says_what_a_bug_report_needs(capsys):
+    """Versions, flags and the active fingerprint path."""
+    assert opdrift(["env"]) == 0
+    out, err = said(capsys)
+    assert err == ""
+    for words in ("fingerprint", "torch: ", "python: ", "num_threads: "):
+        assert words in out
+
+
+def test_env_reports_a_torch_that_cannot_be_imported(python, tmp_path):
+    """The machine that needs a bug report most is the one where torch is broken."""
+    (tmp_path / "torch.py").write_text(
+        "raise ImportError('libcudart.so.13: cannot open shared object file')\n"
+    )
+    done = python("-m", "opdrift", "env", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stdout.startswith("opdrift: ")
+    assert done.stderr.count("\n") == 1
+    assert "libcudart.so.13" in done.stderr
