@@ -37,7 +37,9 @@ LAYERS: tuple[tuple[int, str, str], ...] = (
     (7, BOTH, "__init__"),
 )
 #: Third-party libraries that opdrift itself may import; others belong into integrations.
-LIBRARIES = {"numpy", "pyarrow", "rich", "rich_argparse", "torch"}
+LIBRARIES = {"numpy", "pyarrow", "rich", "rich_argparse"}
+#: What only the recording half may import; typing_extensions comes with torch, whose frames go through it.
+RECORDING_LIBRARIES = {"torch", "typing_extensions"}
 
 
 @dataclass(frozen=True)
@@ -148,9 +150,8 @@ def foreign(imports: Imports) -> list[str]:
         for library in sorted(
             {target.target.partition(".")[0] for target in targets} - set(sys.stdlib_module_names)
         ):
-            allowed = library == "opdrift" or (
-                library in LIBRARIES and (library != "torch" or half == RECORDING)
-            )
+            known = LIBRARIES | (RECORDING_LIBRARIES if half == RECORDING else set())
+            allowed = library == "opdrift" or library in known
             if not allowed:
                 wrong.append(f"{module} ({half}) imports {library}")
     return wrong

@@ -282,6 +282,7 @@ def function_transforms():
         jvp(lambda a: a.exp(), (torch.randn(2),), (torch.ones(2),))[1],
         functionalize(lambda a: a.clone().add_(1))(torch.randn(2)),
         vmap(lambda a: a + torch.randn(2), randomness="different")(torch.randn(3, 2)),
+        vmap(nn.Sequential(nn.Linear(3, 2), nn.ReLU()))(torch.randn(4, 3)),
         torch.func.functional_call(nn.Linear(2, 2), {"bias": torch.ones(2)}, torch.randn(1, 2)),
     )
 
