@@ -249,21 +249,27 @@ EXPORT uint32_t opdrift_source(void) {
     return OPDRIFT_SOURCE;
 }
 
-/* The best build for this machine: 2 AVX-512, 1 AVX2, 0 any. Ask it of the plainest build. */
+/* The best build for this machine: 2 AVX-512, 1 AVX2, 0 any. Ask it of the plainest build. Asked of
+ * the processor itself: __builtin_cpu_supports needs a run-time library that not every clang has. */
 EXPORT int opdrift_best_build(void) {
 #if defined(__x86_64__)
-    unsigned a, b, c = 0, d;
-    __builtin_cpu_init();
-    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & (1u << 29))) /* F16C: no name in older compilers */
+    enum { FMA = 1 << 12, OSXSAVE = 1 << 27, F16C = 1 << 29 };                    /* leaf 1, ecx */
+    enum { AVX2 = 1 << 5, BMI2 = 1 << 8, AVX512F = 1 << 16, AVX512DQ = 1 << 17 }; /* leaf 7, ebx */
+    const unsigned avx512bw = 1u << 30, avx512vl = 1u << 31;
+    const unsigned need1 = FMA | OSXSAVE | F16C;
+    const unsigned need7 = AVX2 | BMI2;
+    const unsigned need512 = AVX512F | AVX512DQ | avx512bw | avx512vl;
+    const unsigned ymm_state = 0x06, zmm_state = 0xe6; /* what the system saves between threads */
+    unsigned a, b, c, d;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || (c & need1) != need1)
         return 0;
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") ||
-        !__builtin_cpu_supports("bmi2"))
+    unsigned state, state_high;
+    __asm__ volatile("xgetbv" : "=a"(state), "=d"(state_high) : "c"(0));
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (b & need7) != need7)
         return 0;
-    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512dq"))
-        return 1;
-    if (!__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512bw"))
-        return 1;
-    return 2;
+    if ((state & ymm_state) != ymm_state)
+        return 0;
+    return (b & need512) == need512 && (state & zmm_state) == zmm_state ? 2 : 1;
 #else
     return 0;
 #endif
