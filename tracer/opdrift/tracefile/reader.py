@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -444,7 +444,15 @@ def load(path: str | Path, *, rank: int | None = None) -> Trace:
         TraceVersionError: The trace is of a newer schema.
         DamagedTraceError: The header cannot be read.
     """
-    folder = Path(path)
+    try:
+        return _load(Path(path), rank)
+    except OSError as error:
+        raise DamagedTraceError(
+            f"{path} cannot be read: {error.strerror or error}. Check the permissions of the folder and its files."
+        ) from error
+
+
+def _load(folder: Path, rank: int | None) -> Trace:
     if not folder.exists():
         raise NotATraceError(
             f"{folder} does not exist. Give the folder that opdrift.record() or `opdrift run -o` wrote."
@@ -476,20 +484,40 @@ def load(path: str | Path, *, rank: int | None = None) -> Trace:
     if incomplete is None and footer is not None and footer.ops != tables["ops"].num_rows:
         incomplete = f"the footer counts {footer.ops} ops, the table holds {tables['ops'].num_rows}"
     if incomplete is not None:
-        seqs = tables["ops"].column("seq")
-        last = max(seqs.to_pylist(), default=0)
+        tables = _consistent(tables)
+        last = _ints(tables["ops"], "seq").max(initial=0)
         incomplete = f"incomplete at op {last}: {incomplete}"
     return Trace(folder, header, footer, tables, incomplete)
+
+
+def _consistent(tables: dict[str, pa.Table]) -> dict[str, pa.Table]:
+    """Cut an incomplete trace before the first op that refers to something another thread never wrote."""
+    ops, leaves = tables["ops"], tables["leaves"]
+    known = np.append(_ints(tables["values"], "value"), 0)
+    first = np.iinfo(np.int64).max
+    seq = _ints(ops, "seq")
+    for name in ("inputs", "outputs"):
+        ids = _ragged(ops, name, np.arange(len(seq)))
+        missing = ids.rows()[~np.isin(ids.values, known)]
+        first = min(first, int(seq[missing].min(initial=first)))
+    calls = np.append(_ints(tables["calls"], "call"), 0)
+    first = min(first, int(seq[~np.isin(_ints(ops, "call"), calls)].min(initial=first)))
+    return {
+        **tables,
+        "ops": ops.filter(pa.array(seq < first)),
+        "leaves": leaves.filter(pa.array(np.isin(_ints(leaves, "value"), known))),
+        "tensors": tables["tensors"].filter(
+            pa.array(np.isin(_ints(tables["tensors"], "value"), known))
+        ),
+    }
 
 
 def _header(folder: Path) -> Header:
     try:
         data = json.loads((folder / HEADER).read_text(encoding="utf-8"))
-        crc = data.pop("crc")
-        if crc != checksum(data):
-            raise ValueError("its checksum does not match")
         schema = data["schema"]
-    except (ValueError, KeyError, AttributeError, OSError) as error:
+        crc = data.pop("crc", None)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedTraceError(
             f"{folder / HEADER} cannot be read ({error}). Record the run again."
         ) from None
@@ -498,8 +526,12 @@ def _header(folder: Path) -> Header:
             f"{folder} has the schema {schema!r}; this opdrift reads {TRACE_SCHEMA!r}."
             " Upgrade opdrift (`pip install -U opdrift`), or record the run again with this version."
         )
+    if crc != checksum(data):
+        raise DamagedTraceError(
+            f"{folder / HEADER} is damaged: its checksum does not match. Record the run again."
+        )
     data["program"] = tuple(data["program"])
-    return Header(**data)
+    return Header(**{field.name: data[field.name] for field in fields(Header)})
 
 
 def _footer(folder: Path) -> tuple[Footer | None, str | None]:
