@@ -1,20 +1,15 @@
 """Every engine writes the fingerprint that the specification defines, and reads nothing it must not."""
 
-import importlib.util
 import itertools
 import math
-import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from opdrift import tfp1
 from opdrift.errors import InvalidOptionError
@@ -23,10 +18,7 @@ from opdrift.fingerprint import (
     LARGE,
     ROW,
     Engine,
-    can_fingerprint,
-    compiled,
     load_engine,
-    plain,
 )
 from opdrift.tfp1 import Code
 
@@ -401,7 +393,7 @@ def test_items_of_a_batch_have_the_rows_of_tensors_of_their_own(engine, shape, d
         assert_same(rows[item], engine.fingerprint(tensor[:, item]))
 
 
-# -- composition and collisions --------------------------------------------------------------------
+# -- composition --------------------------------------------------------------------
 
 
 @given(
@@ -424,153 +416,6 @@ def test_shards_compose_into_the_gathered_tensor(dtype, n, cuts, padding):
     padded = torch.cat([tensor, torch.zeros(padding, dtype=dtype)])
 
     assert composed == engine.fingerprint(tensor)["raw"] == engine.fingerprint(padded)["raw"]
-
-
-N = 4096
-RANDOM = np.random.default_rng(7)
-NORMAL = RANDOM.standard_normal(N).astype(np.float32)
-
-
-def changed(x: np.ndarray, *indices: int, xor: int = 0, add: int = 0) -> np.ndarray:
-    """A copy whose bit patterns at the indices are xored and added to."""
-    copy = x.copy()
-    bits = copy.view({2: np.uint16, 4: np.uint32, 8: np.uint64, 1: np.uint8}[copy.itemsize])
-    for i in indices:
-        bits[i] = (int(bits[i]) ^ xor) + add
-    return copy
-
-
-def two(rng: np.random.Generator, n: int = N) -> tuple[int, int]:
-    i, j = rng.choice(n, 2, replace=False)
-    return int(i), int(j)
-
-
-def swapped(x: np.ndarray, i: int, j: int) -> np.ndarray:
-    copy = x.copy()
-    copy[[i, j]] = x[[j, i]]
-    return copy
-
-
-def parity(levels: tuple[int, ...], n: int) -> np.ndarray:
-    """0 and 1 by the parity of some bits of the index: what weights mod 2**64 cannot tell apart."""
-    index = np.arange(n)
-    return np.bitwise_xor.reduce([(index >> level) & 1 for level in levels])
-
-
-def one_hot(i: int) -> np.ndarray:
-    x = np.zeros(N, np.float32)
-    x[i] = 1
-    return x
-
-
-DOUBLE = NORMAL.astype(np.float64)
-BFLOAT = (NORMAL.view(np.uint32) >> 16).astype(np.uint16)
-SQUARE = NORMAL.reshape(64, 64)
-LOWER = np.tril(np.ones((64, 64), bool))
-RANGE = np.arange(N)
-FAMILIES = {
-    "two sign flips": lambda: (
-        (NORMAL, changed(NORMAL, *two(RANDOM), xor=1 << 31)) for _ in range(300)
-    ),
-    "two sign flips, odd": lambda: (
-        (NORMAL, changed(NORMAL, 2 * i + 1, 2 * j + 1, xor=1 << 31))
-        for i, j in (two(RANDOM, N // 2) for _ in range(300))
-    ),
-    "two sign flips, float64": lambda: (
-        (DOUBLE, changed(DOUBLE, *two(RANDOM), xor=1 << 63)) for _ in range(300)
-    ),
-    "four sign flips, 16 bits": lambda: (
-        (BFLOAT, changed(BFLOAT, *RANDOM.choice(N, 4, replace=False).tolist(), xor=1 << 15))
-        for _ in range(300)
-    ),
-    "swaps": lambda: ((NORMAL, swapped(NORMAL, *two(RANDOM))) for _ in range(300)),
-    "row permutations": lambda: ((SQUARE, SQUARE[RANDOM.permutation(64)]) for _ in range(100)),
-    "column permutations": lambda: (
-        (SQUARE, SQUARE[:, RANDOM.permutation(64)]) for _ in range(100)
-    ),
-    "transpose": lambda: [
-        (SQUARE, SQUARE.T),
-        (LOWER, LOWER.T),
-        (RANGE.reshape(64, 64), RANGE.reshape(64, 64).T),
-    ],
-    "shifts": lambda: ((NORMAL, np.roll(NORMAL, k)) for k in range(1, 300)),
-    "one ulp": lambda: (
-        (NORMAL, changed(NORMAL, i, xor=1)) for i in RANDOM.choice(N, 300).tolist()
-    ),
-    "one ulp up, one down": lambda: (
-        (NORMAL, changed(changed(NORMAL, i, add=1), j, add=-1))
-        for i, j in (two(RANDOM) for _ in range(300))
-    ),
-    "bit flips": lambda: (
-        (NORMAL, changed(NORMAL, i, xor=1 << bit))
-        for i in RANDOM.choice(N, 12).tolist()
-        for bit in range(32)
-    ),
-    "fills": lambda: (
-        (np.full(N, a, np.float32), np.full(N, b, np.float32))
-        for a, b in [(0, 1), (0, -0.0), (1, -1), (1, 2), (2, 4), (0, 3.14), (np.nan, np.inf)]
-    ),
-    "multiples": lambda: [
-        (NORMAL, 2 * NORMAL),
-        (NORMAL, -NORMAL),
-        (NORMAL, 4 * NORMAL),
-        (NORMAL, 0 * NORMAL),
-    ],
-    "repeats": lambda: (
-        (
-            np.tile(np.repeat([a, 1 - a], p), N // (2 * p)),
-            np.tile(np.repeat([1 - a, a], p), N // (2 * p)),
-        )
-        for p in (1, 2, 4, 8, 64, 512, 2048)
-        for a in (np.float32(0), np.float32(1))
-    ),
-    "masks": lambda: [
-        (LOWER, ~LOWER),
-        (LOWER, np.tril(LOWER, -1)),
-        (np.eye(64, dtype=bool), np.eye(64, dtype=bool)[::-1]),
-        (np.zeros(N, bool), np.ones(N, bool)),
-    ],
-    "one-hots": lambda: ((one_hot(i), one_hot(j)) for i, j in (two(RANDOM) for _ in range(300))),
-    "ranges": lambda: [
-        (RANGE, RANGE[::-1]),
-        (RANGE, RANGE ^ 1),
-        (RANGE, np.roll(RANGE, 1)),
-        (RANGE, RANGE + 1),
-    ],
-    "Thue-Morse": lambda: (
-        (t.astype(kind), (1 - t).astype(kind))
-        for t in [parity(tuple(range(11)), 2048)]
-        for kind in (np.int64, np.float32)
-    ),
-    "parity over powers of two": lambda: (
-        (parity(levels, n) + np.float32(1.5), np.float32(2.5) - parity(levels, n))
-        for levels, n in [
-            ((10, 11), N),
-            ((6, 7, 8, 9, 10, 11), N),
-            ((15, 16), 1 << 17),
-            ((13, 14, 15, 16), 1 << 17),
-        ]
-    ),
-}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_structured_changes_do_not_collide(family):
-    """Pairs that defeat XOR sums and weights modulo 2**64: all of them get different digests."""
-    engine = AVAILABLE[0]
-    pairs = collisions = 0
-    for left, right in FAMILIES[family]():
-        a, b = np.ascontiguousarray(left), np.ascontiguousarray(right)
-        if a.tobytes() == b.tobytes():
-            continue
-        pairs += 1
-        kind = {1: Code.U8, 2: Code.U16, 4: Code.F32, 8: Code.I64}[a.itemsize]
-        collisions += engine.raw(a.ctypes.data, a.size, kind) == engine.raw(
-            b.ctypes.data, b.size, kind
-        )
-
-    assert pairs > 0
-    assert collisions == 0
 
 
 @pytest.mark.parametrize(
@@ -597,119 +442,6 @@ def test_a_flipped_bit_is_located_from_two_rows(dtype, bit, half):
     assert abs(found.delta) == 1 << (bit - 32 * half)
 
 
-# -- what must not be read, and what must not be disturbed -----------------------------------------
-
-
-def freed() -> torch.Tensor:
-    tensor = torch.ones(100)
-    tensor.untyped_storage().resize_(0)
-    return tensor
-
-
-def cut_short() -> torch.Tensor:
-    tensor = torch.ones(10, 10).t()[:, 5:]
-    tensor.untyped_storage().resize_(4 * 99)
-    return tensor
-
-
-def fake() -> torch.Tensor:
-    with FakeTensorMode():
-        return torch.ones(3)
-
-
-UNREADABLE = {
-    "freed": (freed, "freed"),
-    "cut short": (cut_short, "freed"),
-    "meta": (lambda: torch.ones(3, device="meta"), "meta"),
-    "fake": (fake, "fake"),
-    "sparse": (lambda: torch.eye(3).to_sparse(), "layout"),
-    "nested": (
-        lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),
-        "NestedTensor",
-    ),
-    "functional": (lambda: torch._to_functional_tensor(torch.ones(2)), "functional"),
-}
-
-
-@pytest.mark.parametrize("case", UNREADABLE)
-def test_a_tensor_without_readable_memory_is_refused(case):
-    """The reason is told beforehand, and the same one is raised; reading would end the process."""
-    make, word = UNREADABLE[case]
-    tensor = make()
-
-    assert word in can_fingerprint(tensor)
-    with pytest.raises(InvalidOptionError, match=word):
-        AVAILABLE[0].fingerprint(tensor)
-
-
-def test_a_tensor_inside_vmap_is_refused():
-    """Its wrapper has a shape, but the memory belongs to the whole batch."""
-    reasons = []
-    torch.vmap(lambda x: reasons.append(can_fingerprint(x)) or x)(torch.ones(3, 2))
-
-    assert "functorch" in reasons[0]
-
-
-def test_views_into_enough_memory_are_read():
-    """A storage longer than the view, an expanded one and an empty one are no freed ones."""
-    base = torch.ones(100)
-    for view in (
-        base[90:],
-        base[:1].expand(1000),
-        base[:0],
-        torch.empty(0),
-        base.view(10, 10)[::3].t(),
-    ):
-        assert can_fingerprint(view) is None
-
-
-class Witness(TorchDispatchMode):
-    """Counts the ops it sees."""
-
-    seen = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen += 1
-        return func(*args, **(kwargs or {}))
-
-
-def test_no_mode_and_no_graph_sees_the_fingerprint():
-    """Even a layout that must be copied runs no op that another recorder or autograd could notice."""
-    parameter = torch.nn.Parameter(torch.randn(30, 40))
-    tensors = [
-        parameter,
-        parameter.t(),
-        torch.randn(8, dtype=torch.complex64).conj(),
-        torch.ones(3).to(torch.uint32),
-    ]
-    versions = [t._version for t in tensors]
-    with Witness() as witness:
-        for tensor in tensors:
-            AVAILABLE[0].fingerprint(tensor)
-
-    assert witness.seen == 0
-    assert [t._version for t in tensors] == versions
-    assert parameter.grad is None
-    assert not plain(parameter.t()).requires_grad
-
-
-class Loud(torch.Tensor):
-    """A subclass that keeps its own memory and refuses every function."""
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        raise AssertionError(f"called {func}")
-
-
-def test_a_subclass_is_not_called_when_it_is_made_plain():
-    """Its own functions could record, raise or compute something else."""
-    loud = torch.randn(4, 5).t().as_subclass(Loud)
-    with torch._C.DisableTorchFunctionSubclass():
-        wanted = AVAILABLE[0].fingerprint(loud.as_subclass(torch.Tensor))["raw"]
-        assert AVAILABLE[0].fingerprint(loud)["raw"] == wanted
-    assert plain(loud).is_contiguous()
-
-
 @pytest.mark.skipif(not torch.set_flush_denormal(False), reason="this CPU cannot flush subnormals")
 @pytest.mark.parametrize("name", [e for e in ENGINES if e != "numpy"])
 def test_flushing_subnormals_changes_neither_the_row_nor_the_setting(name):
@@ -730,118 +462,3 @@ def test_flushing_subnormals_changes_neither_the_row_nor_the_setting(name):
     assert unflushed["sub"] == 500
     assert flushed.tobytes() == unflushed.tobytes()
     assert still_set
-
-
-# -- which engine ----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def no_library(tmp_path, monkeypatch):
-    """An installation that was built without a compiler."""
-    monkeypatch.delenv("OPDRIFT_FINGERPRINT", raising=False)
-    monkeypatch.setattr(compiled, "_FOLDER", tmp_path)
-    compiled._checked.cache_clear()
-    compiled._open.cache_clear()
-    yield tmp_path
-    compiled._checked.cache_clear()
-    compiled._open.cache_clear()
-
-
-def test_without_a_compiled_library_numpy_writes_the_same_digest(no_library):
-    """The fallback is picked, and its name says why."""
-    engine = load_engine()
-
-    assert engine.name == "numpy (no compiled library)"
-    assert engine.fingerprint(torch.arange(8, dtype=torch.float32))["raw"] == 0x15599BA5A616DD0F
-
-
-@pytest.mark.skipif(len(AVAILABLE) == 1, reason="there is no compiled library")
-def test_a_library_of_another_version_is_not_used(no_library):
-    """An editable checkout can move on without being built again."""
-    source = Path(compiled.__file__).parent
-    (no_library / "_tfp1_baseline.so").write_bytes((source / "_tfp1_baseline.so").read_bytes())
-    (no_library / "_tfp1.c").write_text("/* another version */")
-
-    assert (
-        load_engine().name
-        == "numpy (the compiled library is from another version: install opdrift again)"
-    )
-
-
-def test_a_file_that_is_no_library_is_not_used(no_library):
-    """A damaged installation records slowly rather than not at all."""
-    (no_library / "_tfp1_baseline.so").write_text("damaged")
-
-    assert load_engine().name.startswith("numpy (the compiled library does not load:")
-
-
-def test_the_fastest_build_that_runs_here_is_the_default(monkeypatch):
-    """Unset, the variable means the first engine that this machine has."""
-    monkeypatch.delenv("OPDRIFT_FINGERPRINT", raising=False)
-
-    wanted = AVAILABLE[0].name if len(AVAILABLE) > 1 else "numpy (no compiled library)"
-    assert load_engine().name == wanted
-
-
-@pytest.mark.parametrize(
-    ("wanted", "words"), [("fast", "can be avx512, avx2"), ("baseline", "no compiled library")]
-)
-def test_an_engine_that_cannot_be_had_is_an_error(no_library, monkeypatch, wanted, words):
-    """Whoever asks for one by name must not get another."""
-    monkeypatch.setenv("OPDRIFT_FINGERPRINT", wanted)
-
-    with pytest.raises(InvalidOptionError, match=words):
-        load_engine()
-
-
-def test_engines_share_nothing_that_changes():
-    """Two recorders must not mix: each engine has its own table of kinds."""
-    first, second = load_engine(), load_engine()
-    first.kinds.clear()
-
-    assert second.kinds == load_engine().kinds != {}
-
-
-# -- the build -------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def build():
-    """The build hook of this checkout, loaded from its file."""
-    pytest.importorskip("hatchling")
-    path = Path(__file__).parents[2] / "hatch_build.py"
-    spec = importlib.util.spec_from_file_location("hatch_build", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["hatch_build"] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["hatch_build"]
-
-
-def test_a_build_without_a_compiler_says_so_and_leaves_no_old_library(build, tmp_path, monkeypatch):
-    """Neither a missing compiler, nor a broken one, nor OPDRIFT_NO_COMPILE leaves a stale library behind."""
-    source = Path(compiled.__file__).parent / "_tfp1.c"
-    monkeypatch.delenv("OPDRIFT_NO_COMPILE", raising=False)
-    for name, value, words in (
-        ("CC", "no-such-compiler", "no C compiler 'no-such-compiler'"),
-        ("CC", "false", "exit status 1"),
-        ("OPDRIFT_NO_COMPILE", "1", "OPDRIFT_NO_COMPILE is set"),
-    ):
-        (tmp_path / "_tfp1_avx2.so").write_text("old")
-        monkeypatch.setenv(name, value)
-        with pytest.raises(build.CannotCompileError, match=words):
-            build.compile_core(source, tmp_path, print)
-        assert list(tmp_path.iterdir()) == []
-
-
-def test_the_hook_makes_a_pure_wheel_without_a_compiler(build, tmp_path, monkeypatch, capsys):
-    """The wheel's tag stays py3-none-any: nothing in build_data is touched."""
-    monkeypatch.setenv("OPDRIFT_NO_COMPILE", "1")
-    root = Path(__file__).parents[2]
-    hook = build.CustomBuildHook(str(root), {}, None, None, str(tmp_path), "wheel")
-    build_data = {"pure_python": True, "force_include": {}}
-    hook.initialize("standard", build_data)
-    hook.finalize("standard", build_data, "")
-
-    assert build_data == {"pure_python": True, "force_include": {}}
-    assert "slower NumPy one is used" in "".join(capsys.readouterr())

@@ -1,0 +1,268 @@
+"""Which engine is picked, what it refuses to read, and that nothing notices when it reads."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from opdrift.errors import InvalidOptionError
+from opdrift.fingerprint import ENGINES, Engine, can_fingerprint, compiled, load_engine, plain
+
+FOLDER = Path(compiled.__file__).parent
+needs_library = pytest.mark.skipif(
+    not (FOLDER / "_tfp1_baseline.so").exists(), reason="installed without a C compiler"
+)
+
+
+def engine_called(name: str) -> Engine | None:
+    """The engine, or None where it cannot be had."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OPDRIFT_FINGERPRINT", name)
+        try:
+            return load_engine()
+        except InvalidOptionError:
+            return None
+
+
+# -- what must not be read, and what must not be disturbed -----------------------------------------
+
+
+def freed() -> torch.Tensor:
+    tensor = torch.ones(100)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def cut_short() -> torch.Tensor:
+    tensor = torch.ones(10, 10).t()[:, 5:]
+    tensor.untyped_storage().resize_(4 * 99)
+    return tensor
+
+
+def fake() -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.ones(3)
+
+
+UNREADABLE = {
+    "freed": (freed, "freed"),
+    "cut short": (cut_short, "freed"),
+    "meta": (lambda: torch.ones(3, device="meta"), "meta"),
+    "fake": (fake, "fake"),
+    "sparse": (lambda: torch.eye(3).to_sparse(), "layout"),
+    "nested": (
+        lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),
+        "NestedTensor",
+    ),
+    "functional": (lambda: torch._to_functional_tensor(torch.ones(2)), "functional"),
+}
+
+
+@pytest.mark.parametrize("case", UNREADABLE)
+def test_a_tensor_without_readable_memory_is_refused(case):
+    """The reason is told beforehand, and the same one is raised; reading would end the process."""
+    make, word = UNREADABLE[case]
+    tensor = make()
+
+    assert word in can_fingerprint(tensor)
+    with pytest.raises(InvalidOptionError, match=word):
+        load_engine().fingerprint(tensor)
+
+
+def test_a_tensor_inside_vmap_is_refused():
+    """Its wrapper has a shape, but the memory belongs to the whole batch."""
+    reasons = []
+    torch.vmap(lambda x: reasons.append(can_fingerprint(x)) or x)(torch.ones(3, 2))
+
+    assert "functorch" in reasons[0]
+
+
+def test_views_into_enough_memory_are_read():
+    """A storage longer than the view, an expanded one and an empty one are no freed ones."""
+    base = torch.ones(100)
+    for view in (
+        base[90:],
+        base[:1].expand(1000),
+        base[:0],
+        torch.empty(0),
+        base.view(10, 10)[::3].t(),
+    ):
+        assert can_fingerprint(view) is None
+
+
+class Witness(TorchDispatchMode):
+    """Counts the ops it sees."""
+
+    seen = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_mode_and_no_graph_sees_the_fingerprint():
+    """Even a layout that must be copied runs no op that another recorder or autograd could notice."""
+    parameter = torch.nn.Parameter(torch.randn(30, 40))
+    tensors = [
+        parameter,
+        parameter.t(),
+        torch.randn(8, dtype=torch.complex64).conj(),
+        torch.ones(3).to(torch.uint32),
+    ]
+    versions = [t._version for t in tensors]
+    with Witness() as witness:
+        for tensor in tensors:
+            load_engine().fingerprint(tensor)
+
+    assert witness.seen == 0
+    assert [t._version for t in tensors] == versions
+    assert parameter.grad is None
+    assert not plain(parameter.t()).requires_grad
+
+
+class Loud(torch.Tensor):
+    """A subclass that keeps its own memory and refuses every function."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        raise AssertionError(f"called {func}")
+
+
+def test_a_subclass_is_not_called_when_it_is_made_plain():
+    """Its own functions could record, raise or compute something else."""
+    loud = torch.randn(4, 5).t().as_subclass(Loud)
+    with torch._C.DisableTorchFunctionSubclass():
+        wanted = load_engine().fingerprint(loud.as_subclass(torch.Tensor))["raw"]
+        assert load_engine().fingerprint(loud)["raw"] == wanted
+    assert plain(loud).is_contiguous()
+
+
+# -- which engine ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_library(tmp_path, monkeypatch):
+    """An installation that was built without a compiler."""
+    monkeypatch.delenv("OPDRIFT_FINGERPRINT", raising=False)
+    monkeypatch.setattr(compiled, "_FOLDER", tmp_path)
+    compiled._checked.cache_clear()
+    compiled._open.cache_clear()
+    yield tmp_path
+    compiled._checked.cache_clear()
+    compiled._open.cache_clear()
+
+
+def test_without_a_compiled_library_numpy_writes_the_same_digest(no_library):
+    """The fallback is picked, and its name says why."""
+    engine = load_engine()
+
+    assert engine.name == "numpy (no compiled library)"
+    assert engine.fingerprint(torch.arange(8, dtype=torch.float32))["raw"] == 0x15599BA5A616DD0F
+
+
+@needs_library
+def test_a_library_of_another_version_is_not_used(no_library):
+    """An editable checkout can move on without being built again."""
+    library = FOLDER / "_tfp1_baseline.so"
+    (no_library / library.name).write_bytes(library.read_bytes())
+    (no_library / "_tfp1.c").write_text("/* another version */")
+
+    assert (
+        load_engine().name
+        == "numpy (the compiled library is from another version: install opdrift again)"
+    )
+
+
+def test_a_file_that_is_no_library_is_not_used(no_library):
+    """A damaged installation records slowly rather than not at all."""
+    (no_library / "_tfp1_baseline.so").write_text("damaged")
+
+    assert load_engine().name.startswith("numpy (the compiled library does not load:")
+
+
+def test_the_fastest_engine_that_runs_here_is_the_default(monkeypatch):
+    """Unset, the variable means the first engine of the list that this machine has."""
+    fastest = next(engine.name for engine in map(engine_called, ENGINES) if engine is not None)
+    monkeypatch.delenv("OPDRIFT_FINGERPRINT", raising=False)
+
+    assert load_engine().name == fastest.replace("OPDRIFT_FINGERPRINT=numpy", "no compiled library")
+
+
+@needs_library
+def test_a_build_that_was_not_compiled_is_passed_over(no_library, monkeypatch):
+    """An old compiler may know no AVX-512; the next fastest build is used."""
+    for file in (*FOLDER.glob("_tfp1*.[ch]"), FOLDER / "_tfp1_baseline.so"):
+        (no_library / file.name).write_bytes(file.read_bytes())
+
+    assert load_engine().name == "C (baseline)"
+    monkeypatch.setenv("OPDRIFT_FINGERPRINT", "avx2")
+    with pytest.raises(InvalidOptionError, match="asks for 'avx2'"):
+        load_engine()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "words"), [("fast", "can be avx512, avx2"), ("baseline", "no compiled library")]
+)
+def test_an_engine_that_cannot_be_had_is_an_error(no_library, monkeypatch, wanted, words):
+    """Whoever asks for one by name must not get another."""
+    monkeypatch.setenv("OPDRIFT_FINGERPRINT", wanted)
+
+    with pytest.raises(InvalidOptionError, match=words):
+        load_engine()
+
+
+def test_engines_share_nothing_that_changes():
+    """Two recorders must not mix: each engine has its own table of kinds."""
+    first, second = load_engine(), load_engine()
+    first.kinds.clear()
+
+    assert second.kinds == load_engine().kinds != {}
+
+
+# -- the build -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def build():
+    """The build hook of this checkout, loaded from its file."""
+    pytest.importorskip("hatchling")
+    path = Path(__file__).parents[2] / "hatch_build.py"
+    spec = importlib.util.spec_from_file_location("hatch_build", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["hatch_build"] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["hatch_build"]
+
+
+def test_a_build_without_a_compiler_says_so_and_leaves_no_old_library(build, tmp_path, monkeypatch):
+    """Neither a missing compiler, nor a broken one, nor OPDRIFT_NO_COMPILE leaves a stale library behind."""
+    source = FOLDER / "_tfp1.c"
+    monkeypatch.delenv("OPDRIFT_NO_COMPILE", raising=False)
+    for name, value, words in (
+        ("CC", "no-such-compiler", "no C compiler 'no-such-compiler'"),
+        ("CC", "false", "exit status 1"),
+        ("OPDRIFT_NO_COMPILE", "1", "OPDRIFT_NO_COMPILE is set"),
+    ):
+        (tmp_path / "_tfp1_avx2.so").write_text("old")
+        monkeypatch.setenv(name, value)
+        with pytest.raises(build.CannotCompileError, match=words):
+            build.compile_core(source, tmp_path, print)
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_the_hook_makes_a_pure_wheel_without_a_compiler(build, tmp_path, monkeypatch, capsys):
+    """The wheel's tag stays py3-none-any: nothing in build_data is touched."""
+    monkeypatch.setenv("OPDRIFT_NO_COMPILE", "1")
+    root = Path(__file__).parents[2]
+    hook = build.CustomBuildHook(str(root), {}, None, None, str(tmp_path), "wheel")
+    build_data = {"pure_python": True, "force_include": {}}
+    hook.initialize("standard", build_data)
+    hook.finalize("standard", build_data, "")
+
+    assert build_data == {"pure_python": True, "force_include": {}}
+    assert "slower NumPy one is used" in "".join(capsys.readouterr())
