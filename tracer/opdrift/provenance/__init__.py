@@ -16,15 +16,17 @@ from typing import Final, Literal
 import numpy as np
 
 from opdrift.provenance.ops import COPIES, DRAWS, FILLS, QUANTISERS, REBINDING, operator, short_name
-from opdrift.provenance.placement import Place, mapped, place_of, source_of
-from opdrift.records import Op
+from opdrift.provenance.placement import Place, Placement
+from opdrift.records import Op, OpInfo
 from opdrift.tracefile.reader import Ints, Trace
 
 Kind = Literal["drawn", "filled", "copied", "computed", "leaf", "uninitialised", "hidden"]
 
-#: Ops that one walk follows, writes of one storage that it looks back through, names that it keeps.
+#: Ops that one walk follows, writes of one storage that it looks back through, ops with several inputs
+#: that it looks behind, names that it keeps.
 FOLLOW_LIMIT: Final = 200_000
 LOOK_BACK_LIMIT: Final = 4_096
+ORIGIN_LIMIT: Final = 256
 CHAIN_LENGTH: Final = 64
 #: torch's own first seed is a random 64-bit number; people choose small ones.
 _CHOSEN_SEED: Final = 1 << 32
@@ -89,12 +91,19 @@ class Lineage:
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
+        self._places = Placement(trace)
         self._steps: dict[Place, _Step] = {}
 
     def of(self, value: int) -> Provenance:
         """How the content of a value came to be."""
-        place = place_of(self._trace, value)
-        dtype = self._trace.meta(value).dtype
+        steps = self._walk(self._places.of(value))
+        end = steps[-1]
+        if end.kind == "computed" and end.index is not None:
+            steps += self._common_origin(end.index)
+        return self._summary(value, self._trace.meta(value).dtype, steps)
+
+    def _walk(self, place: Place) -> list[_Step]:
+        """From the last writer back, as long as each took its content from one place."""
         steps: list[_Step] = []
         seen: set[Place] = set()
         while len(steps) < FOLLOW_LIMIT and place not in seen:
@@ -106,30 +115,60 @@ class Lineage:
             if step.next is None:
                 break
             place = step.next
-        return self._summary(value, dtype, steps)
+        return steps
+
+    def _common_origin(self, index: int) -> list[_Step]:
+        """Steps to a draw or fill, if an op computed from nothing else; empty if other contents enter.
+
+        Some initialisers compute with several tensors: rejection of outliers, QR of a draw.
+        """
+        found: list[_Step] = []
+        waiting, seen = [index], {index}
+        while waiting:
+            if len(seen) > ORIGIN_LIMIT:
+                return []
+            for value in self._trace.ops.inputs[waiting.pop()].tolist():
+                steps = self._walk(self._places.of(value))
+                end = steps[-1]
+                if end.kind == "computed" and end.index is not None:
+                    if end.index not in seen:
+                        seen.add(end.index)
+                        waiting.append(end.index)
+                elif end.kind == "drawn":
+                    found = steps
+                elif end.kind == "filled":
+                    found = found or steps
+                elif end.kind != "uninitialised" and not self._is_number(end):
+                    return []
+        return found
+
+    def _is_number(self, end: _Step) -> bool:
+        """Whether a leaf is a constant of one element: torch wraps Python numbers in such tensors."""
+        return end.kind == "leaf" and self._trace.meta(end.root).shape == ()
 
     # ---- one step back -----------------------------------------------------------------------------
 
     def _step(self, place: Place) -> _Step:
-        kind, index, written, partial = self._last_writer(place)
+        unwritten, index, written, partial = self._last_writer(place)
         if index is None:
-            return _Step(kind, None, self._value_at(place), None, None, partial)
-        op = self._trace.op(index)
-        target = place_of(self._trace, written)
-        dtype = self._trace.meta(written).dtype
-        name = operator(op.name)
-        kind = self._kind(op, name)
-        following: Place | None = None
-        if kind in ("copied", "computed"):
-            source = source_of(self._trace, op, written, place) if name in COPIES else None
-            if source is None and kind == "computed":
-                source = self._only_input(op, target)
-            if source is not None:
-                following = mapped(self._trace, place, written, source)
-        return _Step(kind, index, written, dtype, following, partial)
+            return _Step(unwritten, None, self._value_at(place), None, None, partial)
+        kind, source = self._kind(index), None
+        if kind == "copied":
+            source = self._places.source(index, written, place)
+        elif kind == "computed":
+            source = self._only_input(index, written)
+        following = None
+        if source is not None:
+            following = self._places.mapped(index, place, written, source)
+        return _Step(kind, index, written, self._trace.meta(written).dtype, following, partial)
 
-    def _kind(self, op: Op, name: str) -> Kind:
-        if op.signature.op.uninitialised:
+    def _info(self, index: int) -> OpInfo:
+        return self._trace.op_info(int(self._trace.ops.signature[index]))
+
+    def _kind(self, index: int) -> Kind:
+        info = self._info(index)
+        name = operator(info.name)
+        if info.uninitialised:
             return "uninitialised"
         if name in DRAWS:
             return "drawn"
@@ -137,54 +176,61 @@ class Lineage:
             return "filled"
         return "copied" if name in COPIES else "computed"
 
-    def _only_input(self, op: Op, target: Place) -> int | None:
+    def _only_input(self, index: int, written: int) -> int | None:
         """The tensor that an op like `mul_(x, 0.5)` works on, if it is the only one."""
-        if not op.signature.op.pointwise and len(op.inputs) != 1:
+        inputs = [int(v) for v in self._trace.ops.inputs[index]]
+        if not inputs or (len(inputs) > 1 and not self._info(index).pointwise):
             return None
-        places = {place_of(self._trace, v) for v in op.inputs}
-        return op.inputs[0] if len(places) == 1 and places != {target} else None
+        first = self._places.of(inputs[0])
+        if first == self._places.of(written) or any(self._places.of(v) != first for v in inputs):
+            return None
+        return inputs[0]
 
     def _last_writer(self, place: Place) -> tuple[Kind, int | None, int, tuple[str, ...]]:
         """The op that wrote most of a place, looking back through writes of other parts of its storage.
 
-        Returns its index and the value that it wrote, and the names of later, smaller writes.
+        Returns what it is if no op wrote it, else the op's index and the value that it wrote; and the
+        names of later, smaller writes.
         """
         remaining = place.size
         best: tuple[int, int, int] | None = None  # bytes, op, value
-        names: dict[int, str] = {}
-        write = place.write
+        smaller: list[int] = []
+        first, write = self._first_write(place.storage), place.write
         for _ in range(LOOK_BACK_LIMIT):
             index = self._writer(place.storage, write)
             if index is not None:
-                value, covered = self._covered(index, place.at(write))
-                whole = write == self._first_write(place.storage)
-                covered = max(remaining, 0) if whole else min(covered, remaining)
-                if covered > 0:
-                    names[index] = short_name(self._trace.op(index).name)
-                    if best is None or covered > best[0]:
-                        best = covered, index, value
-                    remaining -= covered
-            elif write > 0 and self._changed_unseen(place.storage, write):
-                return "hidden", None, 0, tuple(dict.fromkeys(names.values()))
-            if remaining <= 0 or write <= 0:
+                value, covered = self._covered(index, place, write)
+                covered = max(remaining, 0) if write == first else min(covered, remaining)
+                if covered > (best[0] if best else 0) or not place.size:
+                    smaller += [best[1]] if best else []
+                    best = covered, index, value
+                elif covered > 0:
+                    smaller.append(index)
+                remaining -= covered
+            elif write > first and self._changed_unseen(place.storage, write):
+                return "hidden", None, 0, ()
+            if remaining <= 0 or write <= first:
                 break
             write -= 1
         if best is None or remaining > best[0]:
-            return "leaf", None, 0, tuple(dict.fromkeys(names.values()))
-        others = [name for index, name in names.items() if index > best[1]]
-        return "computed", best[1], best[2], tuple(dict.fromkeys(others))
+            smaller += [best[1]] if best else []
+            return "leaf", None, 0, self._short_names(smaller)
+        later = [index for index in smaller if index > best[1]]
+        return "computed", best[1], best[2], self._short_names(later)
 
-    def _covered(self, index: int, place: Place) -> tuple[int, int]:
-        """Which of an op's outputs covers most of a place, and how many of its bytes."""
-        found = (0, 0)
+    def _short_names(self, indices: list[int]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(short_name(self._info(i).name) for i in indices))
+
+    def _covered(self, index: int, place: Place, write: int) -> tuple[int, int]:
+        """Which of an op's outputs covers most of a place at a write count, and how many of its bytes."""
+        best, most = 0, 0
         for value in self._trace.ops.outputs[index].tolist():
-            written = place_of(self._trace, value)
-            if (written.storage, written.write) != (place.storage, place.write):
-                continue
-            covered = place.overlap(written)
-            if covered > found[1]:
-                found = value, covered
-        return found
+            written = self._places.of(value)
+            if written.storage == place.storage and written.write == write:
+                covered = place.overlap(written)
+                if covered > most or not best:
+                    best, most = value, covered
+        return best, most
 
     def _changed_unseen(self, storage: int, write: int) -> bool:
         """Whether a storage's content at a write count without a writer is another than before it.
@@ -283,7 +329,7 @@ class Lineage:
         indices = [step.index for step in steps if step.index is not None]
         last = self._trace.op(indices[0]) if indices else None
         first = self._trace.op(indices[-1]) if indices else None
-        names = [self._trace.op(i).name for i in _ends(indices)]
+        names = [self._info(i).name for i in _ends(indices)]
         kind = self._final_kind(steps)
         drawn = first if kind == "drawn" else None
         root = steps[-1].root or value

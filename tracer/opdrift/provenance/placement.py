@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from opdrift.provenance.ops import CONCATENATIONS, GATHERS, SOURCE_POSITION, operator
-from opdrift.records import Op, TensorMeta
+from opdrift.records import TensorMeta
 from opdrift.tracefile.reader import Trace
 
 #: Bytes of an element, by dtype as torch writes it.
@@ -28,9 +28,10 @@ class Place:
     end: int
     size: int
 
-    def at(self, write: int) -> Place:
-        """The same part at another write count."""
-        return replace(self, write=write)
+    @property
+    def is_dense(self) -> bool:
+        """Whether it has no holes."""
+        return self.size == self.end - self.start
 
     def overlap(self, written: Place) -> int:
         """How many of this place's bytes another one covers; of a place with holes, at most its size."""
@@ -38,70 +39,135 @@ class Place:
         return max(min(span, written.size, self.size), 0)
 
 
-def place_of(trace: Trace, value: int) -> Place:
-    """Where a value's content lies."""
-    values, meta = trace.values, trace.meta(value)
-    width = element_bytes(meta.dtype)
-    start = int(values.offset[value]) * width
-    elements = math.prod(meta.shape)
-    last = (
-        sum((n - 1) * s for n, s in zip(meta.shape, meta.stride, strict=False)) if elements else -1
-    )
-    end = start + (last + 1) * width
-    size = min(elements * width, end - start)
-    return Place(int(values.storage[value]), int(values.write[value]), start, end, size)
+class Placement:
+    """Places of the values of one trace, and how copying ops map one onto another."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._places: dict[int, Place] = {}
+
+    def of(self, value: int) -> Place:
+        """Where a value's content lies."""
+        found = self._places.get(value)
+        if found is None:
+            found = self._places[value] = self._placed(value)
+        return found
+
+    def _placed(self, value: int) -> Place:
+        values, meta = self._trace.values, self._trace.meta(value)
+        width = element_bytes(meta.dtype)
+        start = int(values.offset[value]) * width
+        elements = math.prod(meta.shape)
+        last = -1
+        if elements:
+            last = sum((n - 1) * s for n, s in zip(meta.shape, meta.stride, strict=False))
+        end = start + (last + 1) * width
+        size = min(elements * width, end - start)
+        return Place(int(values.storage[value]), int(values.write[value]), start, end, size)
+
+    def source(self, index: int, written: int, place: Place) -> int | None:
+        """The input that the part `place` of what a copying op wrote was copied from; None if it has none."""
+        name, inputs = self._name(index), self._inputs(index)
+        if not inputs:
+            return None
+        if name in CONCATENATIONS:
+            return inputs[self._operand(index, written, place)]
+        if name == "_foreach_copy":
+            outputs = [int(v) for v in self._trace.ops.outputs[index]]
+            return inputs[min(len(inputs) // 2 + outputs.index(written), len(inputs) - 1)]
+        position = SOURCE_POSITION.get(name, 0)
+        return inputs[position if position < len(inputs) else 0]
+
+    def mapped(self, index: int, place: Place, written: int, source: int) -> Place:
+        """Where the content of a part of what an op wrote lies in what it was made from.
+
+        By position where both are in row-major order and the sizes allow it, else the whole source.
+        """
+        target, whole = self.of(written), self.of(source)
+        meta, origin = self._trace.meta(written), self._trace.meta(source)
+        if not (is_contiguous(meta) and is_contiguous(origin)):
+            return whole
+        old, new = element_bytes(meta.dtype), element_bytes(origin.dtype)
+        first = max(place.start - target.start, 0) // old
+        count = max(min(place.end, target.end) - max(place.start, target.start), 0) // old
+        available = math.prod(origin.shape)
+        name = self._name(index)
+        if name in CONCATENATIONS:
+            before = self._elements_before(index, written, source, first)
+            if before is None:
+                return whole
+            first -= before
+        elif name in GATHERS:
+            first %= max(available, 1)  # each rank's part has the size of one input
+        elif math.prod(meta.shape) != available:
+            return whole
+        if first < 0 or first + count > available:
+            return whole
+        start = whole.start + first * new
+        size = min(place.size // old, count) * new
+        return replace(whole, start=start, end=start + count * new, size=size)
+
+    # ---- concatenations ----------------------------------------------------------------------------
+
+    def _operand(self, index: int, written: int, place: Place) -> int:
+        """Which operand of a concatenation made most of a place."""
+        meta, target = self._trace.meta(written), self.of(written)
+        sizes = self._operand_sizes(index, written)
+        inner = math.prod(meta.shape[self._dim(index, len(meta.shape)) + 1 :])
+        row = max(inner * sum(sizes), 1)
+        width = element_bytes(meta.dtype)
+        low = max(place.start - target.start, 0) // width % row
+        # A place with holes is a slice along the dim: where it starts tells whose it is.
+        count = max(place.end - place.start, 0) // width if place.is_dense else 1
+        best, most, begin = 0, -1, 0
+        for number, size in enumerate(sizes):
+            end = begin + size * inner
+            covered = end - begin if count >= row else min(low + count, end) - max(low, begin)
+            if covered > most:
+                best, most = number, covered
+            begin = end
+        return best
+
+    def _operand_sizes(self, index: int, written: int) -> list[int]:
+        """How much each operand takes of the concatenated dim; operands of a stack take one."""
+        inputs = self._inputs(index)
+        if self._name(index) == "stack":
+            return [1] * len(inputs)
+        dims = len(self._trace.meta(written).shape)
+        dim = self._dim(index, dims)
+        shapes = [self._trace.meta(v).shape for v in inputs]
+        return [shape[dim] if len(shape) == dims else 0 for shape in shapes]
+
+    def _elements_before(self, index: int, written: int, source: int, first: int) -> int | None:
+        """How many elements of a concatenation lie before an operand; None if its rows are interleaved."""
+        shape = self._trace.meta(written).shape
+        dim = self._dim(index, len(shape))
+        if math.prod(shape[:dim]) != 1:
+            return None
+        inner = math.prod(shape[dim + 1 :])
+        before = 0
+        sizes = self._operand_sizes(index, written)
+        for value, size in zip(self._inputs(index), sizes, strict=True):
+            if value == source and before + size * inner > first:
+                break  # an operand may be given twice
+            before += size * inner
+        return before
+
+    def _dim(self, index: int, dims: int) -> int:
+        signature = self._trace.signature(int(self._trace.ops.signature[index]))
+        dim = dict(signature.arguments).get("dim", 0)
+        return dim % max(dims, 1) if isinstance(dim, int) else 0
+
+    def _name(self, index: int) -> str:
+        return operator(self._trace.op_info(int(self._trace.ops.signature[index])).name)
+
+    def _inputs(self, index: int) -> list[int]:
+        return [int(v) for v in self._trace.ops.inputs[index]]
 
 
 def element_bytes(dtype: str) -> int:
     """Bytes of an element of a dtype; types that are not listed have one."""
     return _BYTES.get(dtype, 1)
-
-
-def source_of(trace: Trace, op: Op, written: int, place: Place) -> int | None:
-    """The input that the part `place` of what a copying op wrote was copied from; None if there is none."""
-    name, inputs = operator(op.name), op.inputs
-    if not inputs:
-        return None
-    if name in CONCATENATIONS:
-        return _operand(trace, op, written, place)
-    if name == "_foreach_copy":
-        half = len(inputs) // 2
-        at = op.outputs.index(written) if written in op.outputs else 0
-        return inputs[half + at] if half + at < len(inputs) else inputs[-1]
-    position = SOURCE_POSITION.get(name, 0)
-    if position < 0:
-        return inputs[position]
-    return inputs[position] if position < len(inputs) else inputs[0]
-
-
-def mapped(trace: Trace, place: Place, written: int, source: int) -> Place:
-    """Where the content of a part of `written` lies in what it was made from.
-
-    By position where both are in row-major order and the sizes allow it, else the whole source.
-    """
-    whole = place_of(trace, source)
-    target, meta, origin = place_of(trace, written), trace.meta(written), trace.meta(source)
-    if not (is_contiguous(meta) and is_contiguous(origin)):
-        return whole
-    old, new = element_bytes(meta.dtype), element_bytes(origin.dtype)
-    first = max(place.start - target.start, 0) // old
-    count = max(min(place.end, target.end) - max(place.start, target.start), 0) // old
-    producer = int(trace.producer[written])
-    if producer >= 0:
-        op = trace.op(producer)
-        name = operator(op.name)
-        if name in CONCATENATIONS:
-            first -= _elements_before(trace, op, source, first)
-        elif name in GATHERS:
-            first %= max(math.prod(origin.shape), 1)  # each rank's part has the size of one input
-        elif math.prod(meta.shape) != math.prod(origin.shape):
-            return whole
-    if first < 0 or first + count > math.prod(origin.shape):
-        return whole
-    start = whole.start + first * new
-    return replace(
-        whole, start=start, end=start + count * new, size=min(place.size // old, count) * new
-    )
 
 
 def is_contiguous(meta: TensorMeta) -> bool:
@@ -112,53 +178,3 @@ def is_contiguous(meta: TensorMeta) -> bool:
             return False
         expected *= n
     return True
-
-
-def _dim(op: Op, dims: int) -> int:
-    dim = dict(op.signature.arguments).get("dim", 0)
-    return dim % max(dims, 1) if isinstance(dim, int) else 0
-
-
-def _operand(trace: Trace, op: Op, written: int, place: Place) -> int:
-    """Which operand of a concatenation made most of a place."""
-    meta, target = trace.meta(written), place_of(trace, written)
-    sizes = _operand_sizes(trace, op, written)
-    inner = math.prod(meta.shape[_dim(op, len(meta.shape)) + 1 :]) if meta.shape else 1
-    row = max(inner * sum(sizes), 1)
-    width = element_bytes(meta.dtype)
-    first = max(place.start - target.start, 0) // width
-    count = max(place.end - place.start, 0) // width
-    covers = [0] * len(sizes)
-    begin = 0
-    for i, size in enumerate(sizes):
-        end = begin + size * inner
-        low = first % row
-        covers[i] = end - begin if count >= row else min(low + count, end) - max(low, begin)
-        begin = end
-    return op.inputs[max(range(len(sizes)), key=lambda i: covers[i])]
-
-
-def _operand_sizes(trace: Trace, op: Op, written: int) -> list[int]:
-    """How much each operand takes of the concatenated dim; operands of a stack take one."""
-    if operator(op.name) == "stack":
-        return [1] * len(op.inputs)
-    dims = len(trace.meta(written).shape)
-    dim = _dim(op, dims)
-    shapes = [trace.meta(v).shape for v in op.inputs]
-    return [shape[dim] if len(shape) == dims else 0 for shape in shapes]
-
-
-def _elements_before(trace: Trace, op: Op, source: int, first: int) -> int:
-    """How many elements of a concatenation along its outermost dim lie before an operand; else none fit."""
-    written = op.outputs[-1]
-    meta = trace.meta(written)
-    dim = _dim(op, len(meta.shape))
-    if math.prod(meta.shape[:dim]) != 1:
-        return first + 1  # interleaved: no part of the operand is one part of the result
-    inner = math.prod(meta.shape[dim + 1 :])
-    before = 0
-    for value, size in zip(op.inputs, _operand_sizes(trace, op, written), strict=True):
-        if value == source and before + size * inner > first:
-            break
-        before += size * inner
-    return before
