@@ -409,20 +409,6 @@ class Trace:
         found[values[::-1]] = rows[::-1]
         return found
 
-    @cached_property
-    def writers(self) -> Mapping[tuple[int, int], int]:
-        """(storage, write count) -> index of the op that brought the storage to that content."""
-        found: dict[tuple[int, int], int] = {}
-        storage, write, producer = self.values.storage, self.values.write, self.producer
-        for value in range(1, len(storage)):
-            index = int(producer[value])
-            if index < 0:
-                continue
-            key = (int(storage[value]), int(write[value]))
-            if key not in found or index < found[key]:
-                found[key] = index
-        return found
-
 
 # ---- opening -----------------------------------------------------------------------------------------
 
