@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812 (as torch writes it)
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 

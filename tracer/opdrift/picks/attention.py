@@ -8,7 +8,7 @@ to value and output. Only value ids are needed (notes: kernels, 3.3: 1500 of 150
 from __future__ import annotations
 
 from collections.abc import Container
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 from opdrift.picks.values import Flow
@@ -73,16 +73,20 @@ class _Region:
 
     flow: Flow
     members: list[int]
+    before: int  # walks look at ops before this one: a later call can make the same view again
     mask: int | None = None
     causal: bool = False
     dropout: float = 0.0
     grouped: bool = False
-    boundary: list[int] = field(default_factory=list)
+
+    def maker(self, value: int) -> int | None:
+        """Index of the op that made a value for this call; None for a leaf."""
+        return self.flow.maker(value, self.before)
 
     def back(self, value: int, names: Container[str]) -> int:
         """Follow a value to its makers while they are named in `names`."""
         for _ in range(_DEEPEST):
-            index = self.flow.maker(value)
+            index = self.maker(value)
             if index is None or self.flow.name(index) not in names:
                 break
             inputs = self.flow.inputs(index)
@@ -94,7 +98,7 @@ class _Region:
 
     def uncast(self, value: int) -> int:
         """Undo a cast from or to half precision."""
-        index = self.flow.maker(value)
+        index = self.maker(value)
         if index is None or self.flow.name(index) not in _CAST or not self.flow.inputs(index):
             return value
         source = self.flow.inputs(index)[0]
@@ -107,7 +111,7 @@ class _Region:
         """Undo the repetition of keys over heads: unsqueeze, expand, clone, view."""
         kept = len(self.members)
         source = self.back(value, _ALONG)
-        index = self.flow.maker(source)
+        index = self.maker(source)
         trail = self.members[kept:]
         repeated = any(self.flow.name(i) == "expand" for i in trail)
         if index is not None and repeated and self.flow.name(index) == "unsqueeze":
@@ -151,7 +155,7 @@ class _Region:
 
 
 def _around(flow: Flow, anchor: int, *, torch_made: bool) -> AttentionRegion | None:
-    region = _Region(flow, [anchor])
+    region = _Region(flow, [anchor], anchor)
     scores = flow.inputs(anchor)[0]
     product = _torch_scores(region, scores) if torch_made else _own_scores(region, scores)
     if product is None:
@@ -177,18 +181,18 @@ def _torch_scores(region: _Region, value: int) -> int | None:
     """The product that made the scores; takes the mask on the way."""
     flow = region.flow
     value = region.back(value, _ALONG)
-    index = flow.maker(value)
+    index = region.maker(value)
     if index is not None and flow.name(index) == "add" and len(flow.inputs(index)) == 2:
         region.members.append(index)
         region.mask = flow.inputs(index)[1]
-        index = flow.maker(region.back(flow.inputs(index)[0], _ALONG))
+        index = region.maker(region.back(flow.inputs(index)[0], _ALONG))
     return index if index is not None and flow.name(index) in _PRODUCT else None
 
 
 def _torch_mask(region: _Region, mask: int) -> None:
     """Undo what torch makes of bool masks and of is_causal: where(mask, 0, -inf), of a tril of ones."""
     flow = region.flow
-    index = flow.maker(mask)
+    index = region.maker(mask)
     if index is None or flow.name(index) != "where":
         return
     # torch scales the query before it makes a causal mask, and after it converted a given one
@@ -196,16 +200,16 @@ def _torch_mask(region: _Region, mask: int) -> None:
     region.members.append(index)
     inputs = flow.inputs(index)
     for value in inputs[1:]:
-        maker = flow.maker(value)
+        maker = region.maker(value)
         if maker is not None and flow.name(maker) == "scalar_tensor":
             region.members.append(maker)
     region.mask = inputs[0]
-    inner = flow.maker(inputs[0])
+    inner = region.maker(inputs[0])
     if inner is None or flow.name(inner) != "tril" or inner < scaled:
         return
     region.causal, region.mask = True, None
     region.members.append(inner)
-    ones = flow.maker(flow.inputs(inner)[0])
+    ones = region.maker(flow.inputs(inner)[0])
     if ones is not None and flow.name(ones) == "ones":
         region.members.append(ones)
 
@@ -215,13 +219,13 @@ def _torch_sides(region: _Region, operands: list[int]) -> tuple[int, int] | None
     flow = region.flow
     scaled = []
     for operand in operands:
-        index = flow.maker(region.back(operand, _ALONG))
+        index = region.maker(region.back(operand, _ALONG))
         if index is None or flow.name(index) != "mul":
             return None
         region.members.append(index)
         scaled.append(flow.inputs(index)[0])
     query = region.uncast(scaled[0])
-    index = flow.maker(scaled[1])
+    index = region.maker(scaled[1])
     if index is None or flow.name(index) not in _TURN:
         return None
     region.members.append(index)
@@ -236,7 +240,7 @@ def _own_scores(region: _Region, value: int) -> int | None:
     flow = region.flow
     for _ in range(_DEEPEST):
         value = region.back(value, _ALONG | _CAST)
-        index = flow.maker(value)
+        index = region.maker(value)
         if index is None:
             return None
         name, inputs = flow.name(index), flow.inputs(index)
@@ -274,7 +278,7 @@ def _own_sides(region: _Region, operands: list[int]) -> tuple[int, int]:
     """Query and key before the products' reshapes; the key before its last two dims were turned."""
     query = region.back(operands[0], _ALONG)
     key = region.back(operands[1], _ALONG)
-    index = region.flow.maker(key)
+    index = region.maker(key)
     if index is not None and region.flow.name(index) in _TURN:
         region.members.append(index)
         key = region.unrepeat(region.flow.inputs(index)[0])
@@ -331,7 +335,7 @@ def _dropped(region: _Region, index: int) -> int | None:
         region.members.append(index)
         if flow.name(index) == "bernoulli":
             # 0.5 is the default, which a dispatched call leaves out
-            region.dropout = 1.0 - _number(flow, index, "p", 0.5)
+            region.dropout = round(1.0 - _number(flow, index, "p", 0.5), 12)
         if flow.name(index) == "mul":
             return index
         noise = flow.outputs(index)[0]
@@ -341,6 +345,7 @@ def _dropped(region: _Region, index: int) -> int | None:
 def _result(region: _Region, product: int) -> tuple[int, int]:
     flow = region.flow
     region.members.append(product)
+    region.before = product
     operand = flow.inputs(product)[-1]
     value = region.unrepeat(operand)
     if value == operand:

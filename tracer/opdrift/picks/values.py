@@ -54,10 +54,16 @@ class Flow:
         """A value's layout."""
         return self.trace.meta(value)
 
-    def maker(self, value: int) -> int | None:
-        """Index of the op that made a value; None for a leaf."""
-        index = int(self.trace.producer[value])
-        return index if index >= 0 else None
+    def maker(self, value: int, before: int) -> int | None:
+        """Index of the last op before another that made a value; None for a leaf.
+
+        Views of equal layout are one value, so calls that view the same tensor make it again and again.
+        An op that returned the value it was given did not make it.
+        """
+        values, rows = self._makers
+        start, end = np.searchsorted(values, [value, value + 1])
+        at = int(start + np.searchsorted(rows[start:end], before))
+        return int(rows[at - 1]) if at > start else None
 
     def users(self, value: int) -> list[int]:
         """Indices of the ops that take a value, in order."""
@@ -74,6 +80,17 @@ class Flow:
             if base_name(self.trace.op_info(s).name) in names
         ]
         return [int(i) for i in np.flatnonzero(np.isin(signatures, wanted))]
+
+    @cached_property
+    def _makers(self) -> tuple[Ints, Ints]:
+        """Values in order, and the ops that made each, in order."""
+        inputs, outputs = self.trace.ops.inputs, self.trace.ops.outputs
+        size = len(self.trace.values.storage)
+        pairs = outputs.rows() * size + outputs.values
+        made = ~np.isin(pairs, inputs.rows() * size + inputs.values)
+        values, rows = outputs.values[made], outputs.rows()[made]
+        order = np.lexsort((rows, values))
+        return values[order], rows[order]
 
     @cached_property
     def _uses(self) -> tuple[Ints, Ints]:

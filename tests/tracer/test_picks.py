@@ -1,0 +1,410 @@
+"""Attention is recognised however it ran, and CPU libraries follow from torch's rules."""
+
+from __future__ import annotations
+
+import math
+import random
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 (as torch writes it)
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import opdrift
+from opdrift.picks import AttentionRegion, attention_regions, pick, region_pick
+from opdrift.picks.cpu import routine
+from opdrift.testing import Builder
+from opdrift.tracefile.reader import Trace
+
+
+def recorded(path: Path, *calls: Callable[[], object]) -> tuple[Trace, list[range]]:
+    """The trace, and the ops (by index) of each call."""
+    with torch.no_grad(), opdrift.record(path, kernels="off", integrity="off") as recorder:
+        recorder.mark("case")
+        for call in calls:
+            call()
+            recorder.mark("case")
+    trace = opdrift.load(path)
+    ends = [m.seq for m in trace.marks if m.kind == "case"]
+    return trace, [
+        range(first, last) for first, last in pairwise(ends)
+    ]  # seqs count from 1, indices from 0
+
+
+def names(trace: Trace, ops: range | tuple[int, ...]) -> list[str]:
+    return [trace.op(i).name.split(".")[1] for i in ops]
+
+
+# ---- backends by op --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("op", "backend", "library"),
+    [
+        ("_scaled_dot_product_flash_attention_for_cpu", "FLASH_ATTENTION", "ATen"),
+        ("_scaled_dot_product_flash_attention", "FLASH_ATTENTION", "FlashAttention"),
+        ("_scaled_dot_product_flash_attention_backward", "FLASH_ATTENTION", "FlashAttention"),
+        ("_scaled_dot_product_efficient_attention", "EFFICIENT_ATTENTION", "CUTLASS"),
+        ("_efficient_attention_backward", "EFFICIENT_ATTENTION", "CUTLASS"),
+        ("_scaled_dot_product_cudnn_attention", "CUDNN_ATTENTION", "cuDNN"),
+        ("_scaled_dot_product_fused_attention_overrideable", "OVERRIDEABLE", "backend"),
+        ("_scaled_dot_product_attention_math", "MATH", "ATen"),
+        ("_safe_softmax", "MATH", "ATen"),
+    ],
+)
+def test_a_fused_attention_op_is_the_pick(op: str, backend: str, library: str) -> None:
+    build = Builder()
+    x = build.leaf("x")
+    build.op(op, x, x, x)
+    found = pick(build.build(), 0)
+    assert found is not None
+    assert (found.backend, found.library, found.source) == (backend, library, "dispatcher")
+    assert hasattr(SDPBackend, backend)
+
+
+def test_ops_without_a_choice_have_no_pick() -> None:
+    build = Builder()
+    x = build.leaf("x")
+    build.op("relu", x)
+    assert pick(build.build(), 0) is None
+
+
+def test_the_fast_path_of_an_encoder_layer_is_told(tmp_path: Path) -> None:
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
+    trace, (ops,) = recorded(tmp_path / "t", lambda: layer(torch.zeros(2, 5, 16)))
+    found = pick(trace, ops[-1])
+    assert found is not None
+    assert found.backend is None
+    assert found.reason == "the fast path of nn.TransformerEncoderLayer"
+
+
+# ---- torch's math path -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Call:
+    """One attention call with everything that changes its decomposition."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    causal: bool
+    dropout: float
+    grouped: bool
+    out_of: str
+
+    def __call__(self) -> Tensor:
+        scaled = self.query * 1.5  # looks like the scaling inside
+        result = F.scaled_dot_product_attention(
+            scaled,
+            self.key,
+            self.value,
+            self.mask,
+            self.dropout,
+            self.causal,
+            enable_gqa=self.grouped,
+        )
+        return result + 1
+
+
+def random_call(rng: random.Random) -> Call:
+    batch, heads, width = rng.choice((1, 2, 3)), rng.choice((1, 2, 4)), rng.choice((4, 8))
+    length, keys = rng.choice((1, 5, 8)), rng.choice((5, 8))
+    rank, grouped = rng.choice((2, 3, 4, 4, 4, 5)), heads > 1 and rng.random() < 0.3
+    grouped = grouped and rank > 2
+    shapes = {
+        2: lambda _, n: (n, width),
+        3: lambda h, n: (h, n, width),
+        4: lambda h, n: (batch, h, n, width),
+        5: lambda h, n: (1, batch, h, n, width),
+    }[rank]
+    dtype = rng.choice((torch.float32, torch.bfloat16, torch.float64))
+    kind = rng.choice(("none", "none", "bool", "float", "causal", "tril"))
+    mask = {
+        "bool": lambda: torch.rand(length, keys) > 0.3,
+        "float": lambda: torch.randn(length, keys).to(dtype),
+        "tril": lambda: torch.ones(length, keys, dtype=torch.bool).tril(),
+    }.get(kind, lambda: None)()
+    kv_heads = 1 if grouped else heads
+    query, key, value = (
+        torch.randn(shapes(h, n)).to(dtype)
+        for h, n in ((heads, length), (kv_heads, keys), (kv_heads, keys))
+    )
+    if rank == 4 and rng.random() < 0.3:
+        query = query.transpose(1, 2).contiguous().transpose(1, 2)
+    dropout = rng.choice((0.0, 0.0, 0.1, 0.5))
+    return Call(query, key, value, mask, kind == "causal", dropout, grouped, kind)
+
+
+def test_the_math_path_is_recognised_in_every_form(tmp_path: Path) -> None:
+    """Ranks, masks, dropout, grouped heads, half precision: boundary and members are exact."""
+    rng = random.Random(0)
+    calls = [random_call(rng) for _ in range(60)]
+    with sdpa_kernel(SDPBackend.MATH):
+        trace, cases = recorded(tmp_path / "t", *calls)
+    regions = attention_regions(trace)
+    assert len(regions) == len(calls)
+    for call, ops, region in zip(calls, cases, regions, strict=True):
+        assert (region.backend, region.name) == ("MATH", "math path")
+        assert region.query == trace.op(ops[0]).outputs[0]
+        assert trace.meta(region.key).shape == tuple(call.key.shape)
+        assert trace.meta(region.value).shape == tuple(call.value.shape)
+        assert region.output == trace.op(ops[-1]).inputs[0]
+        assert (region.causal, region.dropout, region.grouped) == (
+            call.causal,
+            call.dropout,
+            call.grouped,
+        )
+        assert (region.mask is None) == (call.mask is None)
+        if call.mask is not None and region.mask is not None:
+            assert trace.meta(region.mask).shape == tuple(call.mask.shape)
+        left_out = [i for i in ops[1:-1] if i not in region.ops]
+        assert set(names(trace, tuple(left_out))) <= {"detach"}
+        assert set(region.ops) <= set(ops[1:-1])
+
+
+def refused(path: Path, *operands: Tensor, **options: Any) -> str | None:
+    """Why flash did not run, asked of a call that torch itself gave to the math path."""
+    trace, _ = recorded(path, lambda: F.scaled_dot_product_attention(*operands, **options))
+    (region,) = attention_regions(trace)
+    found = region_pick(trace, region)
+    assert found.refused == ({} if found.reason is None else {"FLASH_ATTENTION": found.reason})
+    return found.reason
+
+
+def test_the_reason_against_flash_is_named(tmp_path: Path) -> None:
+    """torch's own words exist for some refusals only; the rules have one for each."""
+    q, k, v = (torch.randn(2, 4, 6, 8) for _ in range(3))
+    turned = torch.randn(2, 4, 8, 6).transpose(2, 3)
+    cases: dict[str, tuple[tuple[Tensor, ...], dict[str, Any]]] = {
+        "dropout_p = 0.5 > 0": ((q, k, v), {"dropout_p": 0.5}),
+        "query, key and value must have 4 dims, not 3, 3, 3": ((q[0], k[0], v[0]), {}),
+        "numbers of heads differ without enable_gqa: 4, 1, 1": ((q, k[:, :1], v[:, :1]), {}),
+        "the last stride of the query is 6, not 1": ((turned, k, v), {}),
+        "a mask of shape [4, 6, 6] fits neither 2 nor 4 dims of the scores": (
+            (q, k, v), {"attn_mask": torch.zeros(4, 6, 6)}),
+        "batch sizes differ: 2, 1, 1": ((q, k[:1], v[:1]), {}),
+        "head dims differ: 8, 8, 6": ((q, k, v[..., :6]), {}),
+    }  # fmt: skip
+    for number, (reason, (operands, options)) in enumerate(cases.items()):
+        assert refused(tmp_path / str(number), *operands, **options) == reason
+
+
+def test_flash_switched_off_is_the_reason(tmp_path: Path) -> None:
+    q = torch.randn(2, 4, 6, 8)
+    with sdpa_kernel(SDPBackend.MATH):
+        assert refused(tmp_path / "t", q, q, q) == "flash attention was switched off"
+
+
+def test_wherever_torch_chooses_math_a_reason_is_found(tmp_path: Path) -> None:
+    """120 random calls: the op that ran and the rules agree in every one."""
+    rng = random.Random(1)
+    calls = [random_call(rng) for _ in range(120)]
+    trace, cases = recorded(tmp_path / "t", *calls)
+    regions = {r.ops[0]: r for r in attention_regions(trace)}
+    flash = 0
+    for call, ops in zip(calls, cases, strict=True):
+        inside = [regions[i] for i in ops if i in regions]
+        if inside:
+            assert region_pick(trace, inside[0]).reason is not None, call
+        else:
+            flash += 1
+            assert "_scaled_dot_product_flash_attention_for_cpu" in names(trace, ops)
+    assert 15 < flash < 105
+
+
+# ---- attention that models write out -------------------------------------------------------------------------
+
+
+def eager(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout: float = 0.0
+) -> Tensor:
+    scores = torch.matmul(q, k.transpose(-1, -2)) / math.sqrt(q.shape[-1])
+    if mask is not None:
+        scores = scores + mask
+    return torch.matmul(F.dropout(scores.softmax(-1, dtype=torch.float32).to(q.dtype), dropout), v)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_written_by_hand_is_a_region(
+    dtype: torch.dtype, dropout: float, masked: bool, tmp_path: Path
+) -> None:
+    q, k, v = (
+        torch.randn(2, 4, 6, 8).to(dtype).transpose(1, 2).contiguous().transpose(1, 2)
+        for _ in range(3)
+    )
+    mask = torch.zeros(6, 6).to(dtype) if masked else None
+    trace, (ops,) = recorded(tmp_path / "t", lambda: eager(q, k, v, mask, dropout))
+    (region,) = attention_regions(trace)
+    assert (region.name, region.backend) == ("eager attention", None)
+    assert region.ops == tuple(ops)
+    assert region.dropout == dropout
+    assert (region.mask is not None) == masked
+    shapes = [trace.meta(x).shape for x in (region.query, region.key, region.value, region.output)]
+    assert shapes == [(2, 4, 6, 8)] * 4
+    found = region_pick(trace, region)
+    assert (found.name, found.backend, found.source) == ("eager attention", None, "inferred")
+
+
+def test_forms_of_the_mask_and_of_the_scaling(tmp_path: Path) -> None:
+    """masked_fill, where, baddbmm, a scaled query, bmm of folded heads, keys turned beforehand."""
+    q, k, v = (torch.randn(4, 6, 8) for _ in range(3))
+    hidden = torch.ones(6, 6, dtype=torch.bool).triu(1)
+    bias = torch.zeros(4, 6, 6)
+    zero = torch.tensor(-1e9)
+
+    def masked_fill() -> Tensor:
+        return (torch.bmm(q, k.mT) * 0.3).masked_fill(hidden, -math.inf).softmax(-1) @ v
+
+    def where() -> Tensor:
+        return torch.where(hidden, zero, torch.bmm(q, k.mT)).softmax(-1) @ v
+
+    def baddbmm() -> Tensor:
+        return torch.bmm(torch.baddbmm(bias, q, k.mT, alpha=0.3).softmax(-1), v)
+
+    def scaled_query() -> Tensor:
+        return torch.bmm(torch.bmm(q * 0.3, k.permute(0, 2, 1)).softmax(-1), v)
+
+    trace, cases = recorded(tmp_path / "t", masked_fill, where, baddbmm, scaled_query)
+    regions = attention_regions(trace)
+    assert len(regions) == 4
+    assert [r.mask is None for r in regions] == [False, False, False, True]
+    for region, ops in zip(regions, cases, strict=True):
+        assert set(region.ops) <= set(ops)
+        assert region.ops[-1] == ops[-1]
+        assert trace.meta(region.key).shape == (4, 6, 8)
+
+
+def test_modules_attention_is_a_region(tmp_path: Path) -> None:
+    attention = torch.nn.MultiheadAttention(16, 2)
+    x = torch.randn(5, 2, 16)
+    trace, _ = recorded(tmp_path / "t", lambda: attention(x, x, x))
+    assert [r.name for r in attention_regions(trace)] == ["eager attention"]
+
+
+def test_a_softmax_that_is_no_attention_is_none(tmp_path: Path) -> None:
+    """A router, a classifier, a pooling by weights that no product made."""
+    x, w, v = torch.randn(6, 8), torch.randn(8, 4), torch.randn(6, 6)
+
+    def router() -> Tensor:
+        return (x @ w).softmax(-1).topk(2).values
+
+    def classifier() -> Tensor:
+        return (x @ w).softmax(-1)
+
+    def pooling() -> Tensor:
+        return v.softmax(-1) @ x
+
+    def right_operand() -> Tensor:
+        return v @ (x @ w).softmax(-1)
+
+    trace, _ = recorded(tmp_path / "t", router, classifier, pooling, right_operand)
+    assert attention_regions(trace) == []
+
+
+def test_regions_of_several_layers_come_in_order(tmp_path: Path) -> None:
+    q = torch.randn(2, 6, 8)
+    with sdpa_kernel(SDPBackend.MATH):
+        trace, _ = recorded(
+            tmp_path / "t",
+            lambda: eager(q, q, q),
+            lambda: F.scaled_dot_product_attention(q, q, q),
+            lambda: eager(q, q, q),
+        )
+    found: list[AttentionRegion] = attention_regions(trace)
+    assert [r.name for r in found] == ["eager attention", "math path", "eager attention"]
+    assert all(a.ops[-1] < b.ops[0] for a, b in pairwise(found))
+
+
+# ---- CPU libraries -----------------------------------------------------------------------------------------------
+
+
+def product(op: str, dtype: str, shapes: list[tuple[int, ...]], **flags: Any) -> str | None:
+    """The library of a product of two leaves, and its routine."""
+    build = Builder(
+        flags={"mkldnn.enabled": True, "cpu_capability": "AVX512", **flags},
+        versions={"mkl": "2024.2"},
+    )
+    leaves = [build.leaf(f"x{i}", shape=shape, dtype=dtype) for i, shape in enumerate(shapes)]
+    build.op(op, *leaves, shape=(1,))
+    found = routine(build.build(), 0)
+    return None if found is None else f"{found.library} {found.name.split(': ')[1]}"
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype", "shapes", "expected"),
+    [
+        ("mm", "float32", [(4, 8), (8, 4)], "MKL SGEMM"),
+        ("mm", "float64", [(4, 8), (8, 4)], "MKL DGEMM"),
+        ("addmm", "float32", [(4,), (4, 8), (8, 4)], "MKL SGEMM"),
+        ("mm", "bfloat16", [(16, 16), (16, 16)], "ATen own loop"),
+        ("mm", "bfloat16", [(16, 16), (16, 17)], "oneDNN matmul"),
+        ("mm", "int64", [(4, 8), (8, 4)], "ATen own loop"),
+        ("bmm", "float32", [(2, 4, 8), (2, 8, 4)], "ATen own loop"),
+        ("bmm", "float32", [(2, 8, 8), (2, 8, 8)], "MKL SGEMM_BATCH"),
+        ("bmm", "float32", [(1, 8, 8), (1, 8, 8)], "MKL SGEMM"),
+        ("bmm", "bfloat16", [(9, 8, 8), (9, 8, 8)], "oneDNN matmul"),
+        ("mm", "float32", [(0, 8), (8, 4)], None),
+        ("mm", "float16", [(64, 64), (64, 64)], None),
+    ],
+)
+def test_products_follow_torchs_rules(
+    op: str, dtype: str, shapes: list[tuple[int, ...]], expected: str | None
+) -> None:
+    """The limits 4096 and 400 are where the library changes; what depends on the CPU has no answer."""
+    assert product(op, dtype, shapes) == expected
+
+
+def test_flags_change_the_library() -> None:
+    big = [(64, 64), (64, 64)]
+    assert product("mm", "bfloat16", big, **{"mkldnn.enabled": False}) == "ATen own loop"
+    assert product("mm", "bfloat16", big, cpu_capability="AVX2") is None
+    assert product("mm", "float32", big, **{"fp32_precision.mkldnn.matmul": "bf16"}) is None
+
+
+def test_the_rules_are_those_of_builds_with_mkl() -> None:
+    build = Builder(flags={"mkldnn.enabled": True})
+    build.op("mm", build.leaf("x"), build.leaf("y", shape=(8, 4)))
+    assert routine(build.build(), 0) is None
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="rules of builds with MKL")
+def test_convolutions_follow_torchs_own_chooser(tmp_path: Path) -> None:
+    """150 random convolutions: oneDNN exactly where `_select_conv_backend` takes it."""
+    rng = random.Random(0)
+    calls: list[Callable[[], Tensor]] = []
+    chosen: list[bool] = []
+    for _ in range(150):
+        batch, size, kernel = (
+            rng.choice((1, 1, 2, 16)),
+            rng.choice((6, 30, 90)),
+            rng.choice((1, 3, 5)),
+        )
+        groups, stride, dims = rng.choice((1, 1, 2)), rng.choice((1, 1, 2)), rng.choice((1, 2, 2))
+        dtype = rng.choice((torch.float32, torch.float32, torch.float64, torch.bfloat16))
+        x = torch.zeros(batch, 4, *(size,) * dims).to(dtype)
+        w = torch.zeros(6, 4 // groups, *(kernel,) * dims).to(dtype)
+        call = F.conv1d if dims == 1 else F.conv2d
+        calls.append(lambda call=call, x=x, w=w, s=stride, g=groups: call(x, w, stride=s, groups=g))
+        backend = torch._C._select_conv_backend(
+            x, w, None, [stride] * dims, [0] * dims, [1] * dims, False, [0] * dims, groups, None
+        )
+        chosen.append("Mkldnn" in str(backend))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trace, cases = recorded(tmp_path / "t", *calls)
+    for ops, onednn in zip(cases, chosen, strict=True):
+        found = pick(trace, ops[-1])
+        assert found is not None
+        assert (found.library == "oneDNN") == onednn, (trace.op(ops[-1]), found)
+    assert 0.1 < sum(chosen) / len(chosen) < 0.9
