@@ -274,6 +274,16 @@ def test_float64_values_whose_sum_overflows_are_finite(engine):
 
 
 @every_engine
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_a_zero_extreme_has_no_sign(engine, dtype):
+    """Which of -0 and 0 comes out of a minimum is chance; the row must not depend on it."""
+    row = engine.fingerprint(torch.tensor([-0.0] * 70, dtype=dtype))
+
+    assert not np.signbit([row["min"], row["max"], row["absmax"]]).any()
+    assert row["zero"] == 70
+
+
+@every_engine
 def test_large_tensors_take_the_same_path_without_the_gil(engine):
     """put_large writes what put writes, from many threads at once."""
     tensor = tensor_of(torch.float32, 2 * LARGE)

@@ -49,6 +49,11 @@ def can_fingerprint(tensor: Tensor) -> str | None:
     Reading a tensor whose storage was freed (FSDP resizes them to 0) ends the process, so callers ask
     first.
     """
+    with torch._C.DisableTorchFunction():  # else a subclass or a mode would see every look
+        return _why_unreadable(tensor)
+
+
+def _why_unreadable(tensor: Tensor) -> str | None:
     if isinstance(tensor, FakeTensor):
         return "a fake tensor has no content"
     if hasattr(tensor, "__tensor_flatten__"):
@@ -86,10 +91,10 @@ def plain(tensor: Tensor) -> Tensor:
     """The same content as contiguous memory of a dtype that has a kind.
 
     Conjugation and negation are resolved, complex elements become two components, and types without
-    numbers (sub-byte, quantised) become bytes. No dispatch mode or subclass sees the ops, autograd
-    does not record them, and nothing about `tensor` itself changes.
+    numbers (sub-byte, quantised) become bytes. No mode or subclass sees the ops, autograd does not
+    record them, and nothing about `tensor` itself changes.
     """
-    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction(), torch.no_grad():
         tensor = tensor.detach()
         if tensor.is_quantized:
             tensor = tensor.int_repr().contiguous().reshape(-1).view(torch.uint8).view(_RAW_DTYPE)
