@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Generic, Literal, TypeVar
 
@@ -446,7 +446,7 @@ class Batch:
     """
 
     size: int
-    lengths: tuple[int, ...] | None = None
+    lengths: Sequence[int] | None = None
     pad_side: Literal["left", "right"] = "right"
 
     def __post_init__(self) -> None:
