@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from opdrift.tokens import OpTokens, Words, counted_inputs, mix, op_tokens, word
+from opdrift.records import TensorMeta
 from opdrift.tracefile.reader import Ints, Trace
 
 Flags = npt.NDArray[np.bool_]
@@ -41,6 +42,15 @@ class States:
     before: Ints
     first_read: Ints
     base: Ints
+
+
+def _is_row_major(meta: TensorMeta) -> bool:
+    step = 1
+    for size, stride in zip(reversed(meta.shape), reversed(meta.stride), strict=True):
+        if size != 1 and stride != step:
+            return False
+        step *= size
+    return True
 
 
 class Contents:
@@ -76,6 +86,31 @@ class Contents:
         found[outputs.values[::-1]] = within[::-1]
         return np.where(self.producer >= 0, found, -1)
 
+    def same_order(self, base: int, value: int) -> bool:
+        """Whether a value of the same state holds the elements of `base`, all of them, in the same order."""
+        return bool(self._same_order(np.array([base]), np.array([value]))[0])
+
+    def _same_order(self, base: Ints, value: Ints) -> Flags:
+        offset = self.trace.values.offset
+        same: Flags = (
+            (offset[base] == offset[value])
+            & (self.size[base] == self.size[value])
+            & (self.layout[base] == self.layout[value])
+            & self.row_major[base]
+            & self.row_major[value]
+        )
+        return same
+
+    def value_of_state(self, state: int) -> int:
+        """The first value seen of a state."""
+        return int(self._first_of_state[state])
+
+    @cached_property
+    def _first_of_state(self) -> Ints:
+        found = np.zeros(len(self.states.writer), np.int64)
+        found[self.states.of[::-1]] = np.arange(len(self.states.of))[::-1]
+        return found
+
     @cached_property
     def root_slot(self) -> Ints:
         """Which output of its writer each value's storage is; -1 for leaves."""
@@ -101,12 +136,29 @@ class Contents:
         return found
 
     @cached_property
-    def layout(self) -> Words:
-        """Shape and dtype of each value as a word; strides and devices do not count."""
+    def size(self) -> Ints:
+        """Number of elements of each value."""
         used, inverse = np.unique(self.trace.values.meta, return_inverse=True)
-        metas = [self.trace.meta_of(int(m)) if m else None for m in used]
-        words = [0 if m is None else word(f"{m.dtype}{m.shape}") for m in metas]
+        counts = [math.prod(self.trace.meta_of(int(m)).shape) if m else 0 for m in used]
+        return np.array(counts, np.int64)[inverse]
+
+    @cached_property
+    def layout(self) -> Words:
+        """The dtype of each value as a word.
+
+        Shapes, strides and devices do not count: a digest is that of the elements in row-major order,
+        and an op to which the shape matters shows it in its own result.
+        """
+        used, inverse = np.unique(self.trace.values.meta, return_inverse=True)
+        words = [word(self.trace.meta_of(int(m)).dtype) if m else 0 for m in used]
         return np.array(words, np.uint64)[inverse]
+
+    @cached_property
+    def row_major(self) -> Flags:
+        """Whether each value lies in memory in the order of its elements, without gaps."""
+        used, inverse = np.unique(self.trace.values.meta, return_inverse=True)
+        flags = [bool(m) and _is_row_major(self.trace.meta_of(int(m))) for m in used]
+        return np.array(flags, np.bool_)[inverse]
 
     @cached_property
     def by_place(self) -> Words:
@@ -117,6 +169,9 @@ class Contents:
         found[known] = mix(self._digest(known), self.layout[known])
         base = np.where(self.states.of >= 0, self.states.base[self.states.of], -1)
         rest = np.flatnonzero((values.fingerprint < 0) & (base >= 0))
+        same = self._same_order(base[rest], rest)
+        found[rest[same]] = mix(self._digest(base[rest[same]]), self.layout[rest[same]])
+        rest = rest[~same]
         covered = rest[self._covers(base[rest], rest)]
         inside = base[covered]
         shift = (values.offset[covered] - values.offset[inside]).astype(np.uint64)
@@ -138,7 +193,9 @@ class Contents:
             ready = rest[found[parent[rest]] != 0]
             if not len(ready):
                 break
-            how = mix(self.tokens.full[self.producer[ready]], self.output_slot[ready].astype(np.uint64))
+            how = mix(
+                self.tokens.full[self.producer[ready]], self.output_slot[ready].astype(np.uint64)
+            )
             found[ready] = mix(found[parent[ready]], how)
             rest = rest[found[rest] == 0]
         return found
@@ -160,7 +217,11 @@ class Contents:
             meta = self.trace.meta_of(int(ident)) if ident else None
             shape, stride = (meta.shape, meta.stride) if meta else ((), ())
             count = math.prod(shape)
-            span = 1 + sum((n - 1) * abs(s) for n, s in zip(shape, stride, strict=False)) if count else 0
+            span = (
+                1 + sum((n - 1) * abs(s) for n, s in zip(shape, stride, strict=False))
+                if count
+                else 0
+            )
             spans.append(span)
             dense.append(span == count)
         return np.array(spans, np.int64)[inverse], np.array(dense, np.bool_)[inverse]
@@ -180,14 +241,7 @@ class Contents:
         inside = (offset[outer] <= offset[inner]) & (
             offset[inner] + span[inner] <= offset[outer] + span[outer]
         )
-        return inside & dense[outer] & (self._itemsize[outer] == self._itemsize[inner])
-
-    @cached_property
-    def _itemsize(self) -> Words:
-        """A word that is equal for values whose elements can be counted alike: the dtype."""
-        used, inverse = np.unique(self.trace.values.meta, return_inverse=True)
-        words = [word(self.trace.meta_of(int(m)).dtype) if m else 0 for m in used]
-        return np.array(words, np.uint64)[inverse]
+        return inside & dense[outer] & (self.layout[outer] == self.layout[inner])
 
     def _digest(self, values: Ints) -> Words:
         """The digests of fingerprinted values as words."""

@@ -23,8 +23,8 @@ Statuses = npt.NDArray[np.int8]
 UNKNOWN: Final = 0
 EQUAL: Final = 1
 DIFFERENT: Final = 2
-#: Values of unknown content take over what is known of their producers; deeper chains stay unknown.
-_DEEPEST_UNKNOWN: Final = 64
+#: Chains of views, and of values of unknown content, are followed this far.
+_DEEPEST: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class Compared:
         blank_outputs = self._any(self.outputs, UNKNOWN) & ~found
         if not blank_outputs.any():
             return found
-        for _ in range(_DEEPEST_UNKNOWN):
+        for _ in range(_DEEPEST):
             more = blank_outputs & ~found & self._inputs_differ(found)
             if not more.any():
                 break
@@ -124,11 +124,26 @@ class Compared:
     def input_explained(self) -> Flags:
         """Per row of `inputs`: whether one pair made both values, and its own verdict explains their difference.
 
-        Constant factories explain nothing: what they make is judged where it is first used.
+        Constant factories explain nothing: what they make is judged where it is first used. Nor does a
+        view: what counts is what it was taken of.
         """
         rows = _pair_rows(self, self.inputs.left, self.inputs.right)
-        speaks = self.tainted & ~self.left.tokens.factory[self.pairing.left]
-        return (rows >= 0) & speaks[rows]
+        explains = self._explains(rows)
+        return (rows >= 0) & explains[rows]
+
+    def _explains(self, makers: Ints) -> Flags:
+        """Per pair: whether a difference that it hands on is accounted for at it or before it."""
+        i = self.pairing.left
+        view = self.left.tokens.view[i]
+        found = self.tainted & ~self.left.tokens.factory[i] & ~view
+        through = np.flatnonzero(view[self.inputs.pair] & self.input_differs & (makers >= 0))
+        for _ in range(_DEEPEST):
+            more = through[found[makers[through]]]
+            if not len(more):
+                break
+            found[self.inputs.pair[more]] = True
+            through = through[~found[self.inputs.pair[through]]]
+        return found
 
     def made_by_one_pair(self, left: int, right: int) -> int:
         """Row of the pair that made both values, as the same output or by writing their storages; -1 if none."""
@@ -173,9 +188,20 @@ class Compared:
             position = np.concatenate([position, *(n.position for n in named)])
             left_at = np.concatenate([left_at, *(n.left for n in named)])
             right_at = np.concatenate([right_at, *(n.right for n in named)])
-            extra[[row for row, n in zip(np.flatnonzero(~alike).tolist(), named, strict=True) if n.extra]] = True
+            extra[
+                [
+                    row
+                    for row, n in zip(np.flatnonzero(~alike).tolist(), named, strict=True)
+                    if n.extra
+                ]
+            ] = True
         keep = a.counted[left_at] | b.counted[right_at]
-        pair, position, left_at, right_at = pair[keep], position[keep], left_at[keep], right_at[keep]
+        pair, position, left_at, right_at = (
+            pair[keep],
+            position[keep],
+            left_at[keep],
+            right_at[keep],
+        )
         left, right = a.trace.ops.inputs.values[left_at], b.trace.ops.inputs.values[right_at]
         return Slots(pair, position, left, right, self.status(left, right)), extra
 
@@ -184,14 +210,22 @@ class Compared:
         i, j = self.pairing.left, self.pairing.right
         a, b = self.left.trace.ops, self.right.trace.ops
         alike = (_lengths(a.outputs, i) == _lengths(b.outputs, j)) & (a.mutated[i] == b.mutated[j])
-        pair, position, left_at, right_at = _positional(np.flatnonzero(alike), a.outputs, b.outputs, i, j)
+        pair, position, left_at, right_at = _positional(
+            np.flatnonzero(alike), a.outputs, b.outputs, i, j
+        )
         rest: list[tuple[int, int, int, int]] = []
         for row in np.flatnonzero(~alike).tolist():
             rest += _unlike_outputs(self, row)
         if rest:
             table = np.array(rest, np.int64)
-            pair, position = np.concatenate([pair, table[:, 0]]), np.concatenate([position, table[:, 1]])
-            left_at, right_at = np.concatenate([left_at, table[:, 2]]), np.concatenate([right_at, table[:, 3]])
+            pair, position = (
+                np.concatenate([pair, table[:, 0]]),
+                np.concatenate([position, table[:, 1]]),
+            )
+            left_at, right_at = (
+                np.concatenate([left_at, table[:, 2]]),
+                np.concatenate([right_at, table[:, 3]]),
+            )
         left, right = a.outputs.values[left_at], b.outputs.values[right_at]
         return Slots(pair, position, left, right, self.status(left, right))
 
@@ -241,7 +275,9 @@ def _by_name(compared: Compared, row: int) -> _Named:
     place = {name: k for k, name in enumerate(others[: counts[1]])}
     found = [(k, place[name]) for k, name in enumerate(names[: counts[0]]) if name in place]
     if not found and min(counts):
-        found = [(k, k) for k in range(min(counts))]  # other argument names: an op of the same family
+        found = [
+            (k, k) for k in range(min(counts))
+        ]  # other argument names: an op of the same family
     starts = int(a.trace.ops.inputs.offsets[i]), int(b.trace.ops.inputs.offsets[j])
     positions = np.array([k for k, _ in found], np.int64)
     return _Named(

@@ -52,9 +52,13 @@ _ARGUMENTS: Final[dict[str, tuple[str, ...]]] = {
     "_scaled_dot_product_flash_attention_for_cpu": ("query", "key", "value"),
     "copy_": ("self", "src"),
 }
-_VIEWS: Final = frozenset("t view transpose permute slice select detach expand unsqueeze split".split())
+_VIEWS: Final = frozenset(
+    "t view transpose permute slice select detach expand unsqueeze split".split()
+)
 _FACTORIES: Final = frozenset("arange full zeros ones scalar_tensor".split())
-_RANDOM: Final = frozenset("bernoulli_ uniform_ normal_ random_ rand randn rand_like randn_like native_dropout".split())
+_RANDOM: Final = frozenset(
+    "bernoulli_ uniform_ normal_ random_ rand randn rand_like randn_like native_dropout".split()
+)
 _EMPTY: Final = frozenset("empty empty_like".split())
 #: Ops of `trace()` words that take a parameter besides the chain.
 _WEIGHTED: Final = frozenset("mm addmm embedding".split())
@@ -67,7 +71,15 @@ _NUMPY: Final = {
     "int32": "<i4",
     "bool": "u1",
 }
-_CODES: Final = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 3, "int64": 11, "int32": 9, "bool": 6}
+_CODES: Final = {
+    "float32": 0,
+    "float64": 1,
+    "float16": 2,
+    "bfloat16": 3,
+    "int64": 11,
+    "int32": 9,
+    "bool": 6,
+}
 _WORD: Final = re.compile(r"([\w.]*)\{|([A-Za-z_][\w.]*)([*~!]?)|\}")
 
 
@@ -95,7 +107,9 @@ def trace(words: str, **options: Any) -> Trace:
         else:
             inputs = [value]
             if name in _WEIGHTED:
-                inputs.append(build.leaf(f"w{weights}", content="changed" if change == "!" else None))
+                inputs.append(
+                    build.leaf(f"w{weights}", content="changed" if change == "!" else None)
+                )
                 weights += 1
             value = build.op(name, *inputs, change="" if change == "!" else change)
     build.output(value)
@@ -197,15 +211,28 @@ class Builder:
         content: str | Array | None = None,
     ) -> int:
         """A value that no op made; its content follows from the name, or from a text, or is given."""
-        array = content if isinstance(content, np.ndarray) else _noise(f"leaf {content or name}", shape, dtype)
+        array = (
+            content
+            if isinstance(content, np.ndarray)
+            else _noise(f"leaf {content or name}", shape, dtype)
+        )
         value = self._new(array, dtype)
         self.name(value, name, kind=kind, when=when)
         return value
 
-    def name(self, value: int, name: str, *, kind: LeafKind = "parameter", when: LeafWhen = "entry") -> None:
+    def name(
+        self, value: int, name: str, *, kind: LeafKind = "parameter", when: LeafWhen = "entry"
+    ) -> None:
         """Give a value one more name."""
         self._rows["leaves"].append(
-            {"name": name, "kind": kind, "when": when, "value": value, "seq": self._seq, "call": self._scopes[-1].call}
+            {
+                "name": name,
+                "kind": kind,
+                "when": when,
+                "value": value,
+                "seq": self._seq,
+                "call": self._scopes[-1].call,
+            }
         )
 
     def op(
@@ -243,7 +270,11 @@ class Builder:
             read_uninitialised: It read memory that nothing had written.
             flags: Further flags of the op.
         """
-        full = name if name.startswith(("aten.", "c10d.", "fsdp.")) or name.count(".") > 1 else f"aten.{name}"
+        full = (
+            name
+            if name.startswith(("aten.", "c10d.", "fsdp.")) or name.count(".") > 1
+            else f"aten.{name}"
+        )
         full = full if full.count(".") > 1 else f"{full}.default"
         short = full.split(".")[1]
         in_place = short.endswith("_") and not short.endswith("__")
@@ -263,7 +294,9 @@ class Builder:
             for i in range(outputs):
                 array = content
                 if array is None and short not in _EMPTY:
-                    array = self._compute(full, inputs, settings, f"{state}/{i}", change, shape, dtype, in_place)
+                    array = self._compute(
+                        full, inputs, settings, f"{state}/{i}", change, shape, dtype, in_place
+                    )
                 out_dtype = dtype or (first.dtype if first else "float32")
                 if in_place:
                     made.append(self._write(inputs[0], array))
@@ -274,10 +307,14 @@ class Builder:
                      flags=flags | (COMPILED if compiled else 0) | (READ_UNINITIALISED if read_uninitialised else 0))  # fmt: skip
         return made[0]
 
-    def hidden_write(self, value: int, name: str, *, content: str | Array, kind: LeafKind = "buffer") -> int:
+    def hidden_write(
+        self, value: int, name: str, *, content: str | Array, kind: LeafKind = "buffer"
+    ) -> int:
         """The memory of a leaf got another content without an op; returns the value it is read as from now on."""
         old = self._values[value - 1]
-        array = content if isinstance(content, np.ndarray) else _noise(content, old.shape, old.dtype)
+        array = (
+            content if isinstance(content, np.ndarray) else _noise(content, old.shape, old.dtype)
+        )
         written = self._write(value, array)
         self.name(written, name, kind=kind, when="changed")
         self._reread.add(written)
@@ -294,7 +331,9 @@ class Builder:
         old = self._values[value - 1]
         write = max(v.write for v in self._values if v.storage == old.storage)
         self._values.append(
-            _Value(old.storage, write, old.offset, old.shape, old.stride, old.dtype, content, printed)
+            _Value(
+                old.storage, write, old.offset, old.shape, old.stride, old.dtype, content, printed
+            )
         )
         return len(self._values)
 
@@ -352,14 +391,18 @@ class Builder:
         for value in range(1, len(self._values) + 1):
             self._meta(value)  # interns the layout, before the names are written
         tables = {name: _table(name, self._table_rows(name)) for name in TABLES}
-        return Trace(Path(path), self._header, footer if self._complete else None, tables, incomplete)
+        return Trace(
+            Path(path), self._header, footer if self._complete else None, tables, incomplete
+        )
 
     # ---- values ----------------------------------------------------------------------------------------
 
     def _new(self, content: Array | None, dtype: str, shape: Sequence[int] | None = None) -> int:
         self._storages += 1
         size = tuple(shape if shape is not None else content.shape if content is not None else ())
-        self._values.append(_Value(self._storages, 0, 0, size, _dense(size), dtype, content, content is not None))
+        self._values.append(
+            _Value(self._storages, 0, 0, size, _dense(size), dtype, content, content is not None)
+        )
         return len(self._values)
 
     def _view(self, value: int, shape: Sequence[int] | None, content: Array | None) -> int:
@@ -370,13 +413,26 @@ class Builder:
         if array is None and of.content is not None:
             flat = of.content.reshape(-1)[: math.prod(size)]
             array = of.content.T if size == of.shape[::-1] else flat.reshape(size)
-        self._values.append(_Value(of.storage, of.write, of.offset, size, stride, of.dtype, array, printed=False))
+        self._values.append(
+            _Value(of.storage, of.write, of.offset, size, stride, of.dtype, array, printed=False)
+        )
         return len(self._values)
 
     def _write(self, value: int, content: Array | None) -> int:
         old = self._values[value - 1]
         write = 1 + max(v.write for v in self._values if v.storage == old.storage)
-        self._values.append(_Value(old.storage, write, old.offset, old.shape, old.stride, old.dtype, content, printed=True))
+        self._values.append(
+            _Value(
+                old.storage,
+                write,
+                old.offset,
+                old.shape,
+                old.stride,
+                old.dtype,
+                content,
+                printed=True,
+            )
+        )
         return len(self._values)
 
     def _compute(
@@ -409,7 +465,8 @@ class Builder:
             for i, operand in enumerate(operands):
                 if operand.content is not None:
                     flat = np.resize(operand.content.astype(np.float64).reshape(-1), total.size)
-                    total += np.roll(flat, _seed(f"{seed} {i}") % max(total.size, 1))
+                    random = np.random.default_rng(_seed(f"{seed} {i}"))
+                    total += random.permutation(flat) * random.choice((-1.0, 1.0), total.size)
             result = (total / math.sqrt(len(operands))).reshape(size).astype(_NUMPY[out_dtype])
         return _changed(result, change)
 
@@ -442,7 +499,11 @@ class Builder:
             if holds
         ]
         tensor_names = [n for n in names if n not in settings][: len(inputs)]
-        info = {"name": name, "arguments": [*names, *(s for s in settings if s not in names)], "is": tags}
+        info = {
+            "name": name,
+            "arguments": [*names, *(s for s in settings if s not in names)],
+            "is": tags,
+        }
         if in_place:
             info["mutates"] = [tensor_names[0]]
         arguments = {n: {"t": self._meta(v)} for n, v in zip(tensor_names, inputs, strict=True)}
@@ -484,11 +545,22 @@ class Builder:
 
     def _table_rows(self, table: str) -> list[dict[str, Any]]:
         if table == "names":
-            return [{"kind": kind, "id": ident, "text": text} for (kind, text), ident in self._names.items()]
+            return [
+                {"kind": kind, "id": ident, "text": text}
+                for (kind, text), ident in self._names.items()
+            ]
         if table == "values":
             rows = []
             for ident, v in enumerate(self._values, 1):
-                rows.append({"value": ident, "storage": v.storage, "offset": v.offset, "write": v.write, "meta": self._meta(ident)})
+                rows.append(
+                    {
+                        "value": ident,
+                        "storage": v.storage,
+                        "offset": v.offset,
+                        "write": v.write,
+                        "meta": self._meta(ident),
+                    }
+                )
             return rows
         if table == "tensors":
             return [
@@ -536,7 +608,9 @@ def _rounded(array: Array, dtype: str) -> Array:
 
 def _changed(array: Array, change: Change) -> Array:
     if change == "*":
-        return (array + np.asarray(np.random.default_rng(7).integers(1, 5, array.shape))).astype(array.dtype)
+        return (array + np.asarray(np.random.default_rng(7).integers(1, 5, array.shape))).astype(
+            array.dtype
+        )
     if change == "~":
         flat = array.copy().reshape(-1)
         flat[:3] = np.nextafter(flat[:3], np.inf)

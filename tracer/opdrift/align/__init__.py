@@ -66,7 +66,9 @@ def align(left: Contents, right: Contents, *, maps: Maps = ()) -> Pairing:
         home = found.home
     i, j = (found.right, found.left) if swapped else (found.left, found.right)
     order = np.argsort(i, kind="stable")
-    right_of, left_of = (found.left_of, found.right_of) if swapped else (found.right_of, found.left_of)
+    right_of, left_of = (
+        (found.left_of, found.right_of) if swapped else (found.right_of, found.left_of)
+    )
     return Pairing(i[order], j[order], right_of, left_of, home, found.method, found.fallback_reason)
 
 
@@ -97,7 +99,13 @@ def _align(left: Contents, right: Contents, maps: list[tuple[str, str]]) -> Pair
         reason = f"a stretch of {rows} against {columns} ops has no op that occurs once in both; it was paired by occurrence"
     i = np.flatnonzero(pairs.right_of >= 0)
     return Pairing(
-        i, pairs.right_of[i], pairs.right_of, pairs.left_of, (trees[0].home, trees[1].home), "; ".join(method), reason
+        i,
+        pairs.right_of[i],
+        pairs.right_of,
+        pairs.left_of,
+        (trees[0].home, trees[1].home),
+        "; ".join(method),
+        reason,
     )
 
 
@@ -175,10 +183,18 @@ class _Segments:
         key = home << 1 | contents.trace.ops.phase
         self._order = np.argsort(key, kind="stable")
         grouped = key[self._order]
-        starts = np.flatnonzero(np.concatenate([[True], grouped[1:] != grouped[:-1]])) if len(key) else grouped
+        starts = (
+            np.flatnonzero(np.concatenate([[True], grouped[1:] != grouped[:-1]]))
+            if len(key)
+            else grouped
+        )
         ends = np.concatenate([starts[1:], [len(key)]]) if len(key) else grouped
         within = (np.arange(len(key)) - np.repeat(starts, ends - starts)).astype(np.uint64)
-        words = np.add.reduceat(mix(contents.tokens.full[self._order], within), starts) if len(key) else []
+        words = (
+            np.add.reduceat(mix(contents.tokens.full[self._order], within), starts)
+            if len(key)
+            else []
+        )
         self._at = {
             int(k): (int(s), int(e), int(w))
             for k, s, e, w in zip(grouped[starts], starts, ends, words, strict=True)
@@ -213,7 +229,11 @@ def _results(contents: Contents, ops: Ints, side: str) -> Words:
     trace, tokens = contents.trace, contents.tokens
     outputs = trace.ops.outputs
     has_output = outputs.offsets[ops + 1] > outputs.offsets[ops]
-    first = outputs.values[np.minimum(outputs.offsets[ops], max(len(outputs.values) - 1, 0))] if len(outputs.values) else ops * 0
+    first = (
+        outputs.values[np.minimum(outputs.offsets[ops], max(len(outputs.values) - 1, 0))]
+        if len(outputs.values)
+        else ops * 0
+    )
     content = np.where(has_output, contents.by_place[first], np.uint64(0))
     speaks = (content != 0) & ~tokens.factory[ops] & ~tokens.view[ops] & ~tokens.uninitialised[ops]
     nothing = mix(ops.astype(np.uint64), np.full(len(ops), word(side), np.uint64))

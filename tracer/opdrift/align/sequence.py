@@ -72,7 +72,9 @@ def match(left: Words, right: Words, *, anchored: bool = False) -> Matches:
         rows, columns = window.left_end - window.left, window.right_end - window.right
         if not rows or not columns:
             continue
-        anchors = _anchors(left[window.left : window.left_end], right[window.right : window.right_end], anchored)
+        anchors = _anchors(
+            left[window.left : window.left_end], right[window.right : window.right_end], anchored
+        )
         if anchors is not None:
             stack += _split(window, *anchors)
         elif anchored:
@@ -92,7 +94,9 @@ def _without_equal_ends(window: Window, left: Words, right: Words, found: Matche
     found.add_run(window.left, window.right, start)
     end = _equal_start(a[start:][::-1], b[start:][::-1])
     found.add_run(window.left_end - end, window.right_end - end, end)
-    return Window(window.left + start, window.left_end - end, window.right + start, window.right_end - end)
+    return Window(
+        window.left + start, window.left_end - end, window.right + start, window.right_end - end
+    )
 
 
 def _equal_start(a: Words, b: Words) -> int:
@@ -185,7 +189,9 @@ def _split(window: Window, left: Ints, right: Ints, run: int) -> list[Window]:
             starts.append((i, j))
     ends = [*starts[1:], (window.left_end, window.right_end)]
     assert run >= 1
-    return [Window(i, k, j, m) for (i, j), (k, m) in zip(starts, ends, strict=True) if k > i and m > j]
+    return [
+        Window(i, k, j, m) for (i, j), (k, m) in zip(starts, ends, strict=True) if k > i and m > j
+    ]
 
 
 def _longest_common(window: Window, left: Words, right: Words, found: Matches) -> None:

@@ -1,0 +1,125 @@
+"""Everything about two traces that the search for origins and the causes share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from opdrift.align import Maps, Pairing, align
+from opdrift.bounds import OpViews
+from opdrift.contents import Contents
+from opdrift.leaves import LeafTable
+from opdrift.pairs import Compared
+from opdrift.picks import pick
+from opdrift.provenance import Lineage
+from opdrift.records import ArgumentDifference, Call, Op, Pick, Sides
+from opdrift.settings import argument_differences
+from opdrift.tracefile.reader import Fingerprint, Ints, Trace
+
+
+class Side:
+    """One trace with what is derived from it."""
+
+    def __init__(self, contents: Contents, home: Ints) -> None:
+        self.contents = contents
+        self.trace: Trace = contents.trace
+        self.home = home
+        self.leaves = LeafTable(contents)
+        self._ops: dict[int, Op] = {}
+
+    def op(self, index: int) -> Op:
+        """The op at an index, expanded."""
+        found = self._ops.get(index)
+        if found is None:
+            found = self._ops[index] = self.trace.op(index)
+        return found
+
+    def name(self, index: int) -> str:
+        """Name of the op at an index."""
+        return self.trace.op_info(int(self.trace.ops.signature[index])).name
+
+    def call(self, index: int) -> Call:
+        """The module call an op belongs to; that of its forward op for a backward op."""
+        return self.trace.calls[int(self.home[index])]
+
+    def module(self, index: int) -> str:
+        """The path of that call."""
+        return self.call(index).path
+
+    def seq(self, index: int) -> int:
+        """Number of the op in the run."""
+        return int(self.trace.ops.seq[index])
+
+    def place(self, index: int) -> str:
+        """An op in words: `op 12 (aten.mm.default) in fc at net.py:7 in forward`."""
+        op = self.op(index)
+        module = self.module(index)
+        where = f" in {module}" if module else ""
+        line = f" at {op.source}" if op.source else ""
+        return f"op {op.seq} ({op.name}){where}{line}"
+
+    def fingerprint(self, value: int) -> Fingerprint | None:
+        """Of a value, or of one in the same state with the same content in the same order."""
+        own = self.trace.fingerprint(value)
+        if own is not None:
+            return own
+        base = int(self.contents.states.base[self.contents.states.of[value]])
+        if base < 0 or not self.contents.same_order(base, value):
+            return None
+        return self.trace.fingerprint(base)
+
+    def nearest_fingerprint(self, value: int) -> Fingerprint | None:
+        """Of a value, or of the largest one in the same state."""
+        own = self.trace.fingerprint(value)
+        base = int(self.contents.states.base[self.contents.states.of[value]])
+        return own if own is not None or base < 0 else self.trace.fingerprint(base)
+
+    def nonfinite(self, value: int) -> int:
+        """How many NaN and infinite elements a value holds, as far as that is known."""
+        found = self.nearest_fingerprint(value)
+        return 0 if found is None else found.nonfinite
+
+    @cached_property
+    def views(self) -> OpViews:
+        """What the rounding bounds need of each op."""
+        return OpViews(self.trace)
+
+    @cached_property
+    def lineage(self) -> Lineage:
+        """Where contents came from."""
+        return Lineage(self.trace)
+
+    def pick(self, index: int | None) -> Pick | None:
+        """Which kernel an op ran."""
+        return None if index is None else pick(self.trace, index)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Two traces, paired."""
+
+    left: Side
+    right: Side
+    pairing: Pairing
+    compared: Compared
+
+    def sides(self) -> Sides[Side]:
+        """Both sides."""
+        return Sides(self.left, self.right)
+
+    def settings(self, left: int, right: int) -> tuple[ArgumentDifference, ...]:
+        """Arguments that differ between two ops, tensors given on one side only included."""
+        a, b = self.left.op(left).signature, self.right.op(right).signature
+        return argument_differences(
+            {**a.op.defaults, **dict(a.arguments)}, {**b.op.defaults, **dict(b.arguments)}
+        )
+
+
+def build_case(left: Trace, right: Trace, maps: Maps) -> Case:
+    """Align two traces and compare their pairs."""
+    a = Contents(left)
+    b = a if right is left else Contents(right)
+    pairing = align(a, b, maps=maps)
+    return Case(
+        Side(a, pairing.home[0]), Side(b, pairing.home[1]), pairing, Compared(a, b, pairing)
+    )

@@ -1,0 +1,80 @@
+"""Why the runs differ: one function a cause, asked in a fixed order; the first that answers is the cause.
+
+A cause is a function of the evidence about one origin. It answers only where the trace holds what it
+says; later answers are kept as further explanations. To add one: write the function, put it where it
+belongs in `CAUSES` (the more specific, the earlier), and write its page in docs/causes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from opdrift.causes import (
+    arguments,
+    environment,
+    kernels,
+    memory,
+    parameters,
+    precision,
+    randomness,
+    structure,
+)
+from opdrift.causes.evidence import Evidence, Shared, cause
+from opdrift.records import Cause
+
+__all__ = ["CAUSES", "Evidence", "Shared", "causes_of"]
+
+#: Slug -> function, from specific to general.
+CAUSES: Final[dict[str, Callable[[Evidence], Cause | None]]] = {
+    "rounding": kernels.rounding,
+    "uninitialised": memory.uninitialised,
+    "race": memory.race,
+    "inplace": memory.inplace,
+    "fsdp-gather": structure.fsdp_gather,
+    "compile": kernels.compile_,
+    "dropout": randomness.dropout,
+    "train-mode": randomness.train_mode,
+    "rng": randomness.rng,
+    "mask": arguments.mask,
+    "position-ids": arguments.position_ids,
+    "mask-input": parameters.mask_input,
+    "dtype": precision.dtype,
+    "quantisation": precision.quantisation,
+    "op-args": arguments.op_args,
+    "nan": precision.nan,
+    "weights": parameters.weights,
+    "buffer-state": parameters.buffer_state,
+    "input": parameters.input_,
+    "nondeterministic-op": kernels.nondeterministic_op,
+    "flags": environment.flags,
+    "kernel": kernels.kernel,
+    "environment": environment.environment,
+    "structure": structure.structure,
+}
+
+
+def causes_of(evidence: Evidence) -> tuple[Cause, ...]:
+    """What explains an origin, the most specific first; never empty."""
+    found: dict[str, Cause] = {}
+    for ask in CAUSES.values():
+        answer = ask(evidence)
+        if answer is not None:
+            found.setdefault(answer.slug, answer)
+    # what torch itself calls nondeterministic says more than that the size is rounding's
+    if "nondeterministic-op" in found and "rounding" in found:
+        first = found.pop("nondeterministic-op")
+        return (first, *found.values())
+    return tuple(found.values()) or (_unknown(evidence),)
+
+
+def _unknown(evidence: Evidence) -> Cause:
+    op = evidence.op()
+    name = op.name if op is not None else "the result"
+    return cause(
+        "structure",
+        "possible",
+        f"{name} differs, and nothing that was recorded says why",
+        [f"{side}: {s.place(i)}" for side, s, i in evidence.sides if i is not None],
+        "Record both runs again with integrity='full' and kernels='full', and look at the lines named here.",
+    )

@@ -1,0 +1,139 @@
+"""The same op with other settings: masks, positions, epsilon, scale, dtype."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from opdrift.causes.evidence import Evidence, cause, scope
+from opdrift.records import ArgumentDifference, Cause
+from opdrift.tokens import base
+
+_MASK_ARGUMENTS: Final = frozenset(
+    ["attn_mask", "attn_bias", "mask", "is_causal", "src_mask", "key_padding_mask", "mask_type"]
+)
+_MASKING_OPS: Final = frozenset(
+    ["masked_fill", "masked_fill_", "_masked_softmax", "where", "tril", "triu", "tril_", "triu_"]
+)
+_POSITION_OPS: Final = frozenset(["embedding", "cos", "sin"])
+_COUNTING: Final = frozenset(["arange", "cumsum"])
+#: Settings that other causes say better.
+_ELSEWHERE: Final = frozenset(["training", "train", "dtype", "out_dtype"])
+
+
+def op_args(e: Evidence) -> Cause | None:
+    """The op was called with other non-tensor arguments."""
+    settings = [s for s in e.origin.settings if s.name not in _ELSEWHERE]
+    op = e.op()
+    if not settings or op is None:
+        return None
+    made = _made_here(e)
+    words = [
+        f"{s.name}: {s.left if s.left is not None else 'absent'} against {s.right if s.right is not None else 'absent'}"
+        for s in settings
+    ]
+    subject = f"{made or op.name} in {scope(op.call.path)}"
+    return cause(
+        "op-args",
+        "certain",
+        f"{subject} was called with other arguments: {', '.join(words[:3])}",
+        [
+            *words,
+            *(f"{name}: {side.place(i)}" for name, side, i in e.sides if i is not None),
+            "its tensor inputs are equal in both runs" if e.origin.inputs_match else "",
+        ],
+        f"Make {settings[0].name} the same in both configurations; look where the module is built, and at defaults that changed between versions.",
+    )
+
+
+def mask(e: Evidence) -> Cause | None:
+    """What attention may see differs: a mask is there or not, causal or not, or built otherwise."""
+    settings = [s for s in e.origin.settings if s.name in _MASK_ARGUMENTS]
+    ops = [
+        (name, side, i) for number, (name, side, _) in enumerate(e.sides) for i in e.ops_of(number)
+    ]
+    masking = [(name, side, i) for name, side, i in ops if base(side.name(i)) in _MASKING_OPS]
+    built = e.origin.story == "factory" and (masking or _reads_mask(e))
+    only_one = e.origin.story == "region" and masking and len({name for name, _, _ in masking}) == 1
+    only_one = only_one and all(_is_mask_op(side.name(i)) for _, side, i in ops)
+    if not settings and not built and not only_one:
+        return None
+    op = e.op()
+    where = scope(op.call.path) if op else "the model"
+    evidence = [_setting(s) for s in settings or e.origin.settings]
+    evidence += [f"{name}: {side.place(i)}" for name, side, i in masking[:4]]
+    evidence += [f"{name}: {side.place(i)}" for name, side, i in e.sides if i is not None]
+    return cause(
+        "mask",
+        "certain" if settings else "likely",
+        f"what attention may see differs in {where}",
+        dict.fromkeys(evidence),
+        "Hand the same mask to the attention in both runs: print the mask where the module receives it, and follow it"
+        " from the caller; check is_causal and the meaning of True.",
+    )
+
+
+def position_ids(e: Evidence) -> Cause | None:
+    """Positions differ: other rows of a position table, or other angles of a rotary embedding."""
+    leaf = e.origin.leaf.left or e.origin.leaf.right
+    if leaf is not None and "position" in leaf.name.rpartition(".")[2] and leaf.kind == "input":
+        return cause(
+            "position-ids",
+            "certain",
+            f"the positions {leaf.name} differ before the first op that reads them",
+            [f"{leaf.name} is an input of both runs"],
+            "Compute positions from the attention mask in both runs (cumsum(mask) - 1), not from the padded length.",
+        )
+    if e.origin.story not in ("factory", "region"):
+        return None
+    reader = e.consumer().left
+    counting = [
+        (name, side, i)
+        for number, (name, side, _) in enumerate(e.sides)
+        for i in e.ops_of(number)
+        if base(side.name(i)) in _COUNTING
+    ]
+    if reader is None or not counting or base(e.case.left.name(reader)) not in _POSITION_OPS:
+        return None
+    return cause(
+        "position-ids",
+        "likely",
+        f"{e.case.left.name(reader)} in {scope(e.case.left.module(reader))} reads other positions",
+        [
+            *(_setting(s) for s in e.origin.settings),
+            *(f"{name}: {side.place(i)}" for name, side, i in counting[:3]),
+        ],
+        "Compute positions from the attention mask in both runs (cumsum(mask) - 1), and continue them with a cache.",
+    )
+
+
+def _setting(s: ArgumentDifference) -> str:
+    return f"{s.name}: {s.left if s.left is not None else 'absent'} against {s.right if s.right is not None else 'absent'}"
+
+
+def _made_here(e: Evidence) -> str | None:
+    """The constant or view whose arguments differ, where they are not the op's own."""
+    if e.origin.story != "factory" or not e.origin.region.left:
+        return None
+    return e.case.left.name(e.origin.region.left[0])
+
+
+def _reads_mask(e: Evidence) -> bool:
+    """Whether the differing value is read as a mask."""
+    row, slot = e.origin.row, e.origin.slot
+    if row < 0 or slot is None:
+        return False
+    side = e.case.left
+    op = int(e.case.pairing.left[row])
+    names = side.contents.tokens.table[int(side.trace.ops.signature[op])].slots
+    return slot < len(names) and names[slot].partition("[")[0] in _MASK_ARGUMENTS
+
+
+_AROUND_MASKS: Final = frozenset(
+    ["scalar_tensor", "full", "full_like", "zeros", "ones", "add", "add_", "mul", "unsqueeze", "expand", "slice", "view",
+     "logical_not", "bitwise_not", "bitwise_and", "logical_and", "bitwise_or", "eq", "ne", "le", "lt", "ge", "gt", "arange",
+     "_to_copy", "clone", "rsub", "sub"]
+)  # fmt: skip
+
+
+def _is_mask_op(name: str) -> bool:
+    return base(name) in _MASKING_OPS or base(name) in _AROUND_MASKS

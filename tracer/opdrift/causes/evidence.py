@@ -1,0 +1,200 @@
+"""What a cause may look at, and the words in which it speaks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from opdrift.case import Case, Side
+from opdrift.origins.kinds import computes
+from opdrift.origins.leaves import leaf_pairs
+from opdrift.origins.model import Origin
+from opdrift.origins.search import random_draws
+from opdrift.records import (
+    COMPILED,
+    Call,
+    Cause,
+    Confidence,
+    EnvironmentDifference,
+    Mark,
+    Op,
+    Sides,
+)
+from opdrift.sizes import Size
+
+SIDES = ("left", "right")
+
+
+class Shared:
+    """Facts about the whole comparison, found once."""
+
+    def __init__(self, case: Case, environment: Sequence[EnvironmentDifference]) -> None:
+        self.case = case
+        self.environment = tuple(environment)
+
+    @cached_property
+    def draws(self) -> Sides[list[int]]:
+        """Ops of each side that draw random numbers."""
+        return random_draws(self.case)
+
+    @cached_property
+    def trains(self) -> Sides[bool]:
+        """Whether each run has a backward pass."""
+        a, b = self.case.left.trace.ops.phase, self.case.right.trace.ops.phase
+        return Sides(bool((a == 1).any()), bool((b == 1).any()))
+
+    @cached_property
+    def compiled(self) -> Sides[bool]:
+        """Whether each run has ops that compiled code called, or compiled something."""
+        return Sides(_is_compiled(self.case.left), _is_compiled(self.case.right))
+
+    @cached_property
+    def model_leaves(self) -> tuple[int, int, list[str]]:
+        """How many parameters and buffers both runs have, how many differ, and the names of the others."""
+        names: dict[str, bool] = {}
+        pairs = [(a, b) for a, b in leaf_pairs(self.case) if a.kind in ("parameter", "buffer")]
+        if not pairs:
+            return 0, 0, []
+        left = np.array([a.value for a, _ in pairs])
+        right = np.array([b.value for _, b in pairs])
+        status = self.case.compared.status(left, right)
+        for (a, _), equal in zip(pairs, (status == 1).tolist(), strict=True):
+            names[a.name] = names.get(a.name, True) and equal
+        equal_names = [name for name, equal in names.items() if equal]
+        return len(names), len(names) - len(equal_names), equal_names
+
+
+def _is_compiled(side: Side) -> bool:
+    flagged = bool((side.trace.ops.flags & COMPILED).any())
+    return flagged or any(mark.kind == "compile" for mark in side.trace.marks)
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """One origin with its size and what is shared."""
+
+    origin: Origin
+    size: Size
+    shared: Shared
+
+    @property
+    def case(self) -> Case:
+        """Both traces."""
+        return self.shared.case
+
+    @property
+    def sides(self) -> tuple[tuple[str, Side, int | None], ...]:
+        """("left" or "right", the side, its op), for both."""
+        op = self.origin.op
+        return (("left", self.case.left, op.left), ("right", self.case.right, op.right))
+
+    @property
+    def any_op(self) -> tuple[str, Side, int] | None:
+        """The op that stands for the origin: the left one, else the right one."""
+        for name, side, op in self.sides:
+            if op is not None:
+                return name, side, op
+        return None
+
+    def op(self) -> Op | None:
+        """That op, expanded."""
+        found = self.any_op
+        return None if found is None else found[1].op(found[2])
+
+    def consumer(self) -> Sides[int | None]:
+        """The ops of the pair at which the origin was seen."""
+        row = self.origin.row
+        if row < 0:
+            return Sides(None, None)
+        return Sides(int(self.case.pairing.left[row]), int(self.case.pairing.right[row]))
+
+    def ops_of(self, number: int) -> list[int]:
+        """Ops that only one side has here, or its op of the origin."""
+        region = (self.origin.region.left, self.origin.region.right)[number]
+        own = (self.origin.op.left, self.origin.op.right)[number]
+        return list(region) or ([own] if own is not None else [])
+
+    def calls(self) -> Sides[Call | None]:
+        """The module calls in which the origin, or what reads it, ran."""
+        reader = self.consumer()
+        left = self.origin.op.left if self.origin.op.left is not None else reader.left
+        right = self.origin.op.right if self.origin.op.right is not None else reader.right
+        return Sides(
+            None if left is None else self.case.left.call(left),
+            None if right is None else self.case.right.call(right),
+        )
+
+    def dtypes(self) -> Sides[str | None]:
+        """Types of the values that differ."""
+        values = self.origin.values
+        return Sides(
+            None if values.left is None else self.case.left.trace.meta(values.left).dtype,
+            None if values.right is None else self.case.right.trace.meta(values.right).dtype,
+        )
+
+    def marks(self, accept: Callable[[Mark], bool]) -> Iterable[tuple[str, Mark]]:
+        """("left" or "right", mark) of the marks that are accepted."""
+        for name, side, _ in self.sides:
+            for mark in side.trace.marks:
+                if accept(mark):
+                    yield name, mark
+
+
+# ---- words -------------------------------------------------------------------------------------------
+
+
+def cause(
+    slug: str, confidence: Confidence, summary: str, evidence: Iterable[str], remedy: str
+) -> Cause:
+    """A cause; empty evidence is dropped."""
+    return Cause(slug, confidence, summary, tuple(e for e in evidence if e), remedy)
+
+
+def number(value: float | None) -> str:
+    """A size with two or three digits."""
+    if value is None or math.isnan(value):
+        return "an unknown size"
+    if value == math.inf:
+        return "infinite"
+    if value == 0 or 0.01 <= abs(value) < 1000:
+        return f"{value:.3g}"
+    return f"{value:.1e}"
+
+
+def some(names: Sequence[str], limit: int = 4) -> str:
+    """A list of names, cut after a few: `a, b, c and 12 more`."""
+    if len(names) <= limit:
+        return ", ".join(names)
+    return f"{', '.join(names[:limit])} and {len(names) - limit} more"
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 op`, `2 ops`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def scope(path: str) -> str:
+    """A module path in words."""
+    return path or "the root module"
+
+
+def tally(items: Iterable[Any]) -> list[tuple[str, int]]:
+    """Items with how often each occurs, most frequent first."""
+    counts: dict[str, int] = {}
+    for item in items:
+        counts[str(item)] = counts.get(str(item), 0) + 1
+    return sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
+
+
+def op_names(side: Side, ops: Sequence[int], *, computing: bool = True) -> str:
+    """What a stretch of ops does, in words: `bmm, _softmax, bmm`."""
+    chosen = [op for op in ops if not computing or computes(side, op)] or list(ops)
+    short = [
+        side.name(op).split(".")[1] if "." in side.name(op) else side.name(op) for op in chosen
+    ]
+    return some(short, 8)

@@ -1,0 +1,303 @@
+"""Another implementation: kernels, backends, compiled code, order of summation."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from opdrift.case import Side
+from opdrift.causes.evidence import Evidence, cause, number, op_names, scope
+from opdrift.causes.nondeterministic import NONDETERMINISTIC
+from opdrift.origins.kinds import draws
+from opdrift.picks import attention_regions, pick, region_pick
+from opdrift.records import COMPILED, Cause, Pick, Sides
+from opdrift.sizes import threads
+from opdrift.tokens import base
+
+#: One op for what is otherwise several: the fast paths of torch.nn and attention.
+_FUSED: Final = (
+    "_transformer_encoder_layer_fwd",
+    "_native_multi_head_attention",
+    "scaled_dot_product",
+    "flash_attention",
+    "efficient_attention",
+    "cudnn_attention",
+    "_nested_tensor_from_mask",
+)
+
+
+def nondeterministic_op(e: Evidence) -> Cause | None:
+    """An op on torch's list of nondeterministic ones gave another result for equal inputs."""
+    op = e.origin.op
+    if e.origin.story != "op" or op.left is None or op.right is None or e.origin.settings:
+        return None
+    name = base(e.case.left.name(op.left))
+    known = NONDETERMINISTIC.get(name)
+    value = e.origin.values.left
+    device = e.case.left.trace.meta(value).device.partition(":")[0] if value is not None else "cpu"
+    if known is None or device not in known[0].split():
+        return None
+    if any(
+        side.trace.header.flags.get("deterministic_algorithms") is True for _, side, _ in e.sides
+    ):
+        return None
+    condition = f" ({known[1]})" if known[1] else ""
+    count = threads(e.case.left)
+    return cause(
+        "nondeterministic-op",
+        "certain" if device != "cpu" or (isinstance(count, int) and count > 1) else "likely",
+        f"{e.case.left.name(op.left)} in {scope(e.case.left.module(op.left))} adds in the order in which threads arrive",
+        [
+            "same op, same arguments, inputs equal bit for bit, other outputs",
+            f"it is on torch's list of nondeterministic ops on {device}{condition}",
+            f"threads: left {count}, right {threads(e.case.right)}",
+            _size(e),
+        ],
+        "Call torch.use_deterministic_algorithms(True), or torch.set_num_threads(1) on a CPU; on CUDA set"
+        " CUBLAS_WORKSPACE_CONFIG=:4096:8 as well.",
+    )
+
+
+def rounding(e: Evidence) -> Cause | None:
+    """The same arithmetic in another order: the size is what rounding gives."""
+    if e.size.material:
+        return None
+    found = e.any_op
+    where = (
+        f"{found[1].name(found[2])} in {scope(found[1].module(found[2]))}"
+        if found
+        else "the results"
+    )
+    evidence = [_size(e)]
+    picks = kernel_picks(e)
+    if picks.left is not None and picks.right is not None:
+        same = picks.left.name == picks.right.name and picks.left.backend == picks.right.backend
+        evidence.append(
+            f"kernel: {_pick(picks.left)}"
+            + (" in both" if same else f" against {_pick(picks.right)}")
+        )
+    a, b = threads(e.case.left), threads(e.case.right)
+    if a != b:
+        evidence.append(f"num_threads: {a} against {b}, so sums are split differently")
+    evidence += _regions(e)
+    evidence += [
+        f"{d.name}: {d.left} against {d.right}"
+        for d in e.shared.environment
+        if d.name.startswith(("cpu_capability", "mkldnn", "MKL", "torch", "mkl"))
+    ]
+    if e.size.bound is not None and e.size.bound.cannot_judge:
+        evidence.append(
+            "the op cancels so much that its result cannot be judged by size: look at the next op"
+        )
+    certain = e.size.same_kernel or (
+        e.size.bound is not None and e.size.bound.tight == e.size.bound.loose
+    )
+    return cause(
+        "rounding",
+        "certain" if certain else "likely",
+        f"{where} gives the same result up to rounding",
+        evidence,
+        "Nothing is wrong. For equal bits use the same kernel on both sides: the same batch size, threads"
+        " (torch.set_num_threads), attention backend (sdpa_kernel) and library versions.",
+    )
+
+
+def kernel(e: Evidence) -> Cause | None:
+    """Another backend or kernel ran, with a result that rounding does not explain."""
+    if not e.size.material or e.origin.kind in ("leaf", "hidden-write"):
+        return None
+    if e.origin.story in ("op", "amplified"):
+        return _other_result(e)
+    if e.origin.story != "region":
+        return None
+    picks = kernel_picks(e)
+    fused = [
+        (name, side, op)
+        for n, (name, side, _) in enumerate(e.sides)
+        for op in e.ops_of(n)
+        if any(word in side.name(op) for word in _FUSED)
+    ]
+    if len({name for name, _, _ in fused}) != 1 and not (
+        picks.left and picks.right and picks.left.backend != picks.right.backend
+    ):
+        return None
+    if not e.ops_of(0) or not e.ops_of(1):
+        return None
+    evidence = []
+    if fused:
+        name, side, op = fused[0]
+        chosen = pick(side.trace, op)
+        evidence.append(
+            f"{name}: {side.place(op)}" + (f": {chosen.reason}" if chosen and chosen.reason else "")
+        )
+    evidence += _regions(e)
+    evidence += [f"{label}: {_pick(p)}, refused: {'; '.join(f'{k}: {v}' for k, v in p.refused.items())}"
+                 for label, p in (("left", picks.left), ("right", picks.right)) if p is not None and p.refused]  # fmt: skip
+    modes = [side.trace.header.flags.get("grad_mode") for _, side, _ in e.sides]
+    grads = [_grad_enabled(side, e.ops_of(n)) for n, (_, side, _) in enumerate(e.sides)]
+    if grads[0] != grads[1]:
+        evidence.append(
+            f"autograd: {'on' if grads[0] else 'off'} against {'on' if grads[1] else 'off'}; fast paths need it off"
+        )
+    elif modes[0] != modes[1]:
+        evidence.append(f"grad_mode: {modes[0]} against {modes[1]}")
+    evidence.append(_size(e))
+    where = scope(fused[0][1].module(fused[0][2])) if fused else "the model"
+    which = (
+        f"the {fused[0][0]} run takes a fused path in {where}"
+        if fused
+        else f"attention ran on different backends in {where}"
+    )
+    return cause(
+        "kernel",
+        "certain",
+        f"{which}, and the result differs by more than rounding",
+        evidence,
+        "Force one path on both sides: torch.backends.mha.set_fastpath_enabled(False),"
+        " torch.nn.attention.sdpa_kernel(...), or the same grad mode; then compare again. Padded rows are zeros on the"
+        " fast path of nn.TransformerEncoder: compare valid positions only.",
+    )
+
+
+def _other_result(e: Evidence) -> Cause | None:
+    op = e.origin.op
+    if op.left is None or op.right is None:
+        return None
+    if draws(e.case.left, op.left) or draws(e.case.right, op.right):
+        return None
+    picks = kernel_picks(e)
+    devices = {
+        side.trace.meta(int(v)).device.partition(":")[0]
+        for _, side, i in e.sides
+        if i is not None
+        for v in side.trace.ops.outputs[i]
+    }
+    other = (
+        picks.left is not None
+        and picks.right is not None
+        and (picks.left.name, picks.left.library) != (picks.right.name, picks.right.library)
+    )
+    before = (
+        "inputs equal bit for bit"
+        if e.origin.inputs_match
+        else "inputs that explain less than this"
+    )
+    evidence = [f"same op, same arguments, {before}", _size(e)]
+    if other:
+        evidence.append(f"kernel: {_pick(picks.left)} against {_pick(picks.right)}")
+    if len(devices) > 1:
+        evidence.append(f"devices: {', '.join(sorted(devices))}")
+    gap = e.size.difference
+    if gap is not None and gap.changed_index is not None:
+        evidence.append(f"one element changed, index {gap.changed_index}")
+    evidence += [f"{name}: {side.place(i)}" for name, side, i in e.sides if i is not None]
+    name = e.case.left.name(op.left)
+    return cause(
+        "kernel",
+        "likely" if other or len(devices) > 1 else "possible",
+        f"{name} in {scope(e.case.left.module(op.left))} computes something else from the same inputs",
+        evidence,
+        "Run the op alone on saved inputs in both environments; if it disagrees there, the kernel or the hardware is at"
+        " fault, else something wrote into its result (a custom kernel, another stream or thread).",
+    )
+
+
+def compile_(e: Evidence) -> Cause | None:
+    """One run used code that torch.compile made."""
+    compiled = e.shared.compiled
+    if compiled.left == compiled.right or e.origin.kind in ("leaf", "hidden-write"):
+        return None
+    name, side = ("left", e.case.left) if compiled.left else ("right", e.case.right)
+    number_ = 0 if compiled.left else 1
+    here = [op for op in e.ops_of(number_) if side.trace.ops.flags[op] & COMPILED]
+    reader = (e.consumer().left, e.consumer().right)[number_]
+    if (
+        not here
+        and not (reader is not None and side.trace.ops.flags[reader] & COMPILED)
+        and e.origin.row >= 0
+    ):
+        return None
+    if not e.size.material:
+        return None
+    random = [
+        (label, s, op)
+        for n, (label, s, _) in enumerate(e.sides)
+        for op in e.ops_of(n)
+        if draws(s, op)
+    ]
+    evidence = [f"{name}: ops were called from compiled code, the other run is eager"]
+    evidence += [f"{label}: {s.place(op)} draws random numbers" for label, s, op in random[:3]]
+    events = [m for m in side.trace.marks if m.kind == "compile"]
+    if events:
+        evidence.append(f"{name}: torch.compile compiled during the run")
+    summary = (
+        "compiled and eager code draw different random numbers from the same seed"
+        if random
+        else f"the {name} run is compiled, the other is not"
+    )
+    remedy = (
+        "Set torch._inductor.config.fallback_random = True to draw as eager code does, or pass the random numbers in."
+        if random
+        else "Compare both runs eager, then with torch.compile(backend='aot_eager'), then 'inductor', to see which stage changes the result."
+    )
+    return cause("compile", "certain" if random else "likely", summary, evidence, remedy)
+
+
+# ---- facts -------------------------------------------------------------------------------------------
+
+
+def kernel_picks(e: Evidence) -> Sides[Pick | None]:
+    """What ran on each side: the op's own kernel, or what a stretch of ops stands for."""
+    found = []
+    for n, (_, side, op) in enumerate(e.sides):
+        ops = e.ops_of(n)
+        chosen = pick(side.trace, op) if op is not None else None
+        if chosen is None or e.origin.story == "region":
+            chosen = _region_pick(side, ops) or chosen
+        found.append(chosen)
+    return Sides(found[0], found[1])
+
+
+def _region_pick(side: Side, ops: list[int]) -> Pick | None:
+    for op in ops:
+        if any(word in side.name(op) for word in _FUSED):
+            return pick(side.trace, op)
+    inside = set(ops)
+    if not any("softmax" in side.name(op) for op in ops):
+        return None
+    for region in attention_regions(side.trace):
+        if inside.intersection(region.ops):
+            return region_pick(side.trace, region)
+    return None
+
+
+def _pick(found: Pick | None) -> str:
+    if found is None:
+        return "unknown"
+    parts = [p for p in (found.backend or found.name, found.library) if p]
+    return " of ".join(parts)
+
+
+def _regions(e: Evidence) -> list[str]:
+    if e.origin.story != "region":
+        return []
+    return [
+        f"{name}: {op_names(side, e.ops_of(n))}"
+        for n, (name, side, _) in enumerate(e.sides)
+        if e.ops_of(n)
+    ]
+
+
+def _grad_enabled(side: Side, ops: list[int]) -> bool:
+    return any(side.trace.ops.flags[op] & 64 for op in ops)
+
+
+def _size(e: Evidence) -> str:
+    gap, limit = e.size.difference, e.size.limit
+    if gap is None or gap.relative is None:
+        return ""
+    words = f"relative difference {number(gap.relative)}"
+    if limit is not None and limit > 0:
+        words += f", explained up to {number(limit)}"
+    elif e.size.bound is not None and e.size.bound.exact:
+        words += ", and the op is exact: equal inputs give equal bits"
+    return words

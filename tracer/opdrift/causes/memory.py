@@ -1,0 +1,303 @@
+"""Memory that was read too early, written by someone else, or written behind the program's back."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from opdrift.case import Side
+from opdrift.causes.evidence import Evidence, cause, number, scope, some
+from opdrift.compare import describe
+from opdrift.records import READ_UNINITIALISED, Cause
+from opdrift.sizes import measure
+from opdrift.tracefile.reader import Fingerprint
+
+#: Magnitudes that no table of a model has; freed memory holds them as addresses and counters.
+_LARGEST: Final = 1e30
+_SMALLEST: Final = 1e-30
+
+
+def uninitialised(e: Evidence) -> Cause | None:
+    """Memory was read before anything was written there."""
+    return _uninitialised_leaf(e) if e.origin.kind == "leaf" else _uninitialised_op(e)
+
+
+def _uninitialised_op(e: Evidence) -> Cause | None:
+    reads = []
+    consumer = e.consumer()
+    for name, side, op in e.sides:
+        reader = consumer.left if name == "left" else consumer.right
+        for each in {op, reader} - {None}:
+            assert each is not None
+            if side.trace.ops.flags[each] & READ_UNINITIALISED:
+                reads.append((name, side, each))
+    if not reads:
+        return None
+    evidence = []
+    for name, side, op in reads:
+        evidence.append(f"{name}: {side.place(op)} read memory that no op had written")
+        maker = _empty_behind(side, op)
+        if maker is not None:
+            evidence.append(f"{name}: {side.place(maker)} handed the memory out")
+    _, side, op = reads[0]
+    return cause(
+        "uninitialised",
+        "certain",
+        f"{side.name(op)} in {scope(side.module(op))} read memory before it was written",
+        dict.fromkeys(evidence),
+        "Write every element before it is read: use torch.zeros or torch.full instead of torch.empty, or fill the rest.",
+    )
+
+
+def _empty_behind(side: Side, op: int) -> int | None:
+    """The op that handed out the memory behind an op's inputs."""
+    contents = side.contents
+    for value in side.trace.ops.inputs[op].tolist():
+        state = int(contents.states.of[value])
+        while state >= 0:
+            writer = int(contents.states.writer[state])
+            if writer >= 0 and contents.tokens.uninitialised[writer]:
+                return writer
+            state = int(contents.states.before[state])
+    return None
+
+
+def _uninitialised_leaf(e: Evidence) -> Cause | None:
+    leaf = e.origin.leaf.left or e.origin.leaf.right
+    if leaf is None or leaf.kind not in ("buffer", "parameter"):
+        return None
+    signs: list[str] = []
+    certain = False
+    for name, side, _ in e.sides:
+        value = e.origin.values.left if name == "left" else e.origin.values.right
+        if value is None:
+            continue
+        made = side.lineage.of(value)
+        if made.kind == "uninitialised":
+            certain = True
+            signs.append(
+                f"{name}: {made.first_op} (op {made.first_seq}) handed out the memory, and nothing wrote it"
+            )
+    left, right = (_print(e, "left"), _print(e, "right"))
+    if not signs and left is not None and right is not None and leaf.kind == "buffer":
+        for name, own, other in (("left", left, right), ("right", right, left)):
+            why = _looks_like_memory(own, other, persistent=leaf.name not in _non_persistent(e))
+            if why:
+                signs.append(f"{name}: {why}")
+    if not signs:
+        return None
+    names = e.origin.names
+    if set(names) & _non_persistent(e):
+        signs.append(
+            f"{some([n for n in names if n in _non_persistent(e)])} is not persistent: no state_dict holds it"
+        )
+    gap = None
+    if e.origin.values.left is not None and e.origin.values.right is not None:
+        gap = measure(e.case, e.origin.values.left, e.origin.values.right)
+    if gap is not None and gap.comparable:
+        signs.append(describe(gap))
+    return cause(
+        "uninitialised",
+        "certain" if certain else "likely",
+        f"{names[0] if names else 'a leaf'} holds memory that nothing initialised",
+        signs,
+        "After Module.to_empty() or construction on the meta device, compute non-persistent buffers again"
+        " (call the module's reset_parameters or init_buffers), then load the state dict.",
+    )
+
+
+def _print(e: Evidence, side: str) -> Fingerprint | None:
+    values = e.origin.values
+    if side == "left":
+        return None if values.left is None else e.case.left.fingerprint(values.left)
+    return None if values.right is None else e.case.right.fingerprint(values.right)
+
+
+def _non_persistent(e: Evidence) -> set[str]:
+    """Names of buffers that state dicts leave out, as the traces say."""
+    found: set[str] = set()
+    for _, mark in e.marks(lambda m: m.kind == "model"):
+        prefix = str(mark.fields.get("name") or "")
+        for name in mark.fields.get("non_persistent") or ():
+            found.update({str(name), f"{prefix}.{name}" if prefix else str(name)})
+    return found
+
+
+def _looks_like_memory(own: Fingerprint, other: Fingerprint, *, persistent: bool) -> str | None:
+    """What about a content says that no program computed it; None if nothing does."""
+    if own.code > 4:  # whole numbers say nothing about themselves
+        return None
+    if own.subnormal > other.subnormal:
+        return f"{own.subnormal} of {own.n} elements are subnormal numbers, as addresses and small integers look"
+    if own.nonfinite > other.nonfinite:
+        return f"{own.nonfinite} of {own.n} elements are not finite"
+    if own.absmax > _LARGEST and other.absmax < _LARGEST:
+        return f"magnitudes reach {number(own.absmax)}"
+    if 0 < own.absmax < _SMALLEST <= other.absmax:
+        return f"the largest magnitude is {number(own.absmax)}"
+    constant = own.n > 1 and own.min == own.max and other.min < other.max
+    if constant and not persistent:
+        return f"all {own.n} elements are {number(own.min)}, the other run's range from {number(other.min)} to {number(other.max)}"
+    wild = own.absmax > 0 and other.absmax > 0 and abs(math.log10(own.absmax / other.absmax)) > 6
+    if wild and not persistent:
+        return (
+            f"magnitudes reach {number(own.absmax)}, those of the other run {number(other.absmax)}"
+        )
+    return None
+
+
+def inplace(e: Evidence) -> Cause | None:
+    """An op wrote into a tensor that others still use."""
+    if e.origin.story == "written":
+        return _written(e)
+    return _caller_input(e) if e.origin.kind == "leaf" else None
+
+
+def _written(e: Evidence) -> Cause | None:
+    found = e.any_op
+    if found is None:
+        return None
+    region = e.origin.region
+    number_ = 0 if region.left else 1
+    name, side = (("left", e.case.left), ("right", e.case.right))[number_]
+    writer = (region.left or region.right)[0]
+    reader = (e.consumer().left, e.consumer().right)[number_]
+    value = (e.origin.values.left, e.origin.values.right)[number_]
+    leaves = [] if value is None else side.leaves.of(value)
+    evidence = [
+        f"{name}: {side.place(writer)} wrote into it",
+        f"{name}: {side.place(reader)} reads it afterwards" if reader is not None else "",
+        f"the other run reads the same tensor as it was before that write{_partner(e, number_, writer)}",
+        f"it is {leaves[0].name}" if leaves and leaves[0].name else "",
+    ]
+    return cause(
+        "inplace",
+        "certain",
+        f"{side.name(writer)} in {scope(side.module(writer))} changes a tensor that is still used, in the {name} run only",
+        evidence,
+        "Use the op that returns a new tensor (x = x.add(y) instead of x.add_(y), x = x * y instead of x *= y), or"
+        " clone() the tensor first.",
+    )
+
+
+def _partner(e: Evidence, number_: int, writer: int) -> str:
+    other = (e.case.pairing.right_of, e.case.pairing.left_of)[number_][writer]
+    if other < 0:
+        return ""
+    side = (e.case.right, e.case.left)[number_]
+    return f"; there {side.name(int(other))} ran instead"
+
+
+def _caller_input(e: Evidence) -> Cause | None:
+    """A run changed its own input in place, and the other run starts from what it left behind."""
+    leaf = e.origin.leaf.left or e.origin.leaf.right
+    if leaf is None:
+        return None
+    for name, side, other, value, theirs in (
+        ("left", e.case.left, e.case.right, e.origin.values.left, e.origin.values.right),
+        ("right", e.case.right, e.case.left, e.origin.values.right, e.origin.values.left),
+    ):
+        if value is None or theirs is None:
+            continue
+        writers = _later_writers(side, value)
+        if not writers:
+            continue
+        left_behind = _last_fingerprint(side, value)
+        start = other.fingerprint(theirs)
+        if left_behind is None or start is None or left_behind.key != start.key:
+            continue
+        other_name = "right" if name == "left" else "left"
+        line = side.place(writers[0])
+        return cause(
+            "inplace",
+            "certain",
+            f"{leaf.name or 'an input'} differs because {side.name(writers[0])} wrote into it in the {name} run",
+            [
+                f"{name}: {line} writes into {leaf.name or 'the tensor'}, which it was given",
+                f"what the {name} run left in it is, bit for bit, what the {other_name} run started from",
+            ],
+            "Do not change what the caller passed: use the op that returns a new tensor (x = x * 4 instead of x *= 4),"
+            " or clone() the input first.",
+        )
+    return None
+
+
+def _later_writers(side: Side, value: int) -> list[int]:
+    """Ops that wrote into a leaf's storage during the run, in order."""
+    contents = side.contents
+    storage = side.trace.values.storage
+    same = storage == storage[value]
+    states = {int(s) for s in contents.states.of[same]}
+    return sorted(
+        {int(contents.states.writer[s]) for s in states if contents.states.writer[s] >= 0}
+    )
+
+
+def _last_fingerprint(side: Side, value: int) -> Fingerprint | None:
+    """Of the last content of a leaf's storage that has the same layout."""
+    values = side.trace.values
+    same = (
+        (values.storage == values.storage[value])
+        & (values.offset == values.offset[value])
+        & (side.contents.size == side.contents.size[value])
+        & (values.fingerprint >= 0)
+    )
+    candidates = same.nonzero()[0]
+    if not len(candidates):
+        return None
+    return side.trace.fingerprint(int(candidates[values.write[candidates].argmax()]))
+
+
+def race(e: Evidence) -> Cause | None:
+    """A content changed with no op that wrote it, in one run before its use and in the other after."""
+    if e.origin.story != "hidden-write":
+        return None
+    names = e.origin.names
+    reader = e.consumer()
+    evidence = []
+    for name, side, op, value in (
+        ("left", e.case.left, reader.left, e.origin.values.left),
+        ("right", e.case.right, reader.right, e.origin.values.right),
+    ):
+        if value is None:
+            continue
+        rows = side.leaves.of(value)
+        changed = next((leaf for leaf in rows if leaf.when == "changed"), None)
+        where = f" when {side.place(op)} read it" if op is not None else ""
+        if changed is not None:
+            evidence.append(
+                f"{name}: the content had changed by op {changed.seq + 1}, with no recorded op that wrote it{where and ',' + where}"
+            )
+        else:
+            evidence.append(f"{name}: it still held what it held on entry{where}")
+        aliases = sorted({leaf.name for leaf in rows if leaf.name})
+        if len(aliases) > 1 and name == "left":
+            evidence.append(f"one storage has the names {some(aliases, 6)}")
+    evidence += _stale(e)
+    return cause(
+        "race",
+        "likely",
+        f"{names[0] if names else 'a tensor'} was written behind the dispatcher's back, in the two runs at different times",
+        evidence,
+        "Wait for the copy before the tensor is read: stream.wait_stream or event.synchronize for non_blocking copies,"
+        " future.result() for threads; do not reuse a slot before its last reader is done.",
+    )
+
+
+def _stale(e: Evidence) -> list[str]:
+    """Whether one run read what an earlier op of the same run had read from the same storage."""
+    found = []
+    reader = e.consumer()
+    for name, side, value, op in (
+        ("left", e.case.left, e.origin.values.left, reader.left),
+        ("right", e.case.right, e.origin.values.right, reader.right),
+    ):
+        if value is None or op is None:
+            continue
+        state = int(side.contents.states.of[value])
+        first = int(side.contents.states.first_read[state])
+        if first < op and side.module(first) != side.module(op):
+            found.append(
+                f"{name}: {side.place(op)} reads the same content as {side.place(first)} before it"
+            )
+    return found

@@ -1,0 +1,347 @@
+"""Leaves that differ: weights, buffers, inputs."""
+
+from __future__ import annotations
+
+import os.path
+from collections.abc import Sequence
+from typing import Final
+
+from opdrift.case import Side
+from opdrift.causes.evidence import Evidence, cause, counted, number, some, tally
+from opdrift.compare import Difference, describe, difference
+from opdrift.provenance import Provenance
+from opdrift.records import Cause, Leaf, Sides
+from opdrift.tracefile.reader import Fingerprint
+
+#: Leaves whose provenance and size are looked at one by one.
+_LOOKED_AT: Final = 2_000
+#: Two independent draws of the same spread are sqrt(2) apart, beside the norm of one.
+_INDEPENDENT: Final = (1.2, 1.65)
+#: Spreads that differ by less than this factor count as the same.
+_SAME_SPREAD: Final = 1.5
+_MASKS: Final = ("mask",)
+
+
+def weights(e: Evidence) -> Cause | None:
+    """Parameters differ between the runs."""
+    leaf = e.origin.leaf.left or e.origin.leaf.right
+    if e.origin.kind != "leaf" or leaf is None or leaf.kind != "parameter":
+        return None
+    members = _members(e)
+    total, differing, equal = e.shared.model_leaves
+    named = bool(leaf.name)
+    headline = (
+        f"{differing} of {counted(total, 'tensor')} of the model "
+        f"{'differs' if differing == 1 else 'differ'} before the first op"
+        if named and total
+        else f"the weight {leaf.name or 'without a name'} differs"
+    )
+    drawn, all_drawn = _drawn(e, members)
+    sizes = _sizes(e, members)
+    evidence = [
+        f"first used: {e.origin.names[0] if e.origin.names else 'a nameless tensor'}",
+        _under_one_prefix(e.origin.names, equal),
+        *drawn,
+        *_dropped(e),
+        *sizes.words,
+        _constant_fills(e, equal) if drawn or sizes.independent else "",
+        *_transfers(e),
+    ]
+    never_loaded = bool(drawn) or sizes.independent
+    if never_loaded:
+        summary = f"{headline}; they are independent random numbers, as if a checkpoint never reached them"
+        if all_drawn:
+            summary = f"{headline}; each was last written by a random draw, none by a copy from a checkpoint"
+        elif drawn:
+            summary = f"{headline}; some were last written by a random draw, not by a copy from a checkpoint"
+        remedy = _load_remedy(e)
+    elif sizes.single is not None:
+        summary = f"{headline}; one element of {e.origin.names[0]} changed"
+        remedy = "Compare checksums of the two weight files, copy the file anew, and test the disk and memory it came from."
+    else:
+        summary = f"{headline}; the runs were given different weights"
+        remedy = "Load the same checkpoint in both runs: compare the paths and checksums of what torch.load reads, and record again."
+    return cause("weights", "certain", summary, evidence, remedy)
+
+
+def buffer_state(e: Evidence) -> Cause | None:
+    """A buffer differs: running statistics, counters, caches, tables."""
+    leaf = e.origin.leaf.left or e.origin.leaf.right
+    if e.origin.kind != "leaf" or leaf is None or leaf.kind != "buffer":
+        return None
+    names = e.origin.names
+    sizes = _sizes(e, _members(e))
+    total, differing, _ = e.shared.model_leaves
+    plural = "buffers differ" if len(names) > 1 else "the buffer differs"
+    evidence = [
+        f"{some(names, 6)} ({differing} of {counted(total, 'tensor')} of the model differ)",
+        *_drawn(e, _members(e))[0],
+        *_casts(e),
+        *sizes.words,
+        _running_statistics(names),
+    ]
+    return cause(
+        "buffer-state",
+        "certain",
+        f"{plural} before the first op that reads it: {some(names)}",
+        evidence,
+        "Save and load buffers with the weights (persistent buffers are in state_dict()); call model.eval() so that"
+        " running statistics stay as they are; reset caches between runs.",
+    )
+
+
+def input_(e: Evidence) -> Cause | None:
+    """An input, or a constant that the program brought along, differs before any op."""
+    leaf = e.origin.leaf.left or e.origin.leaf.right
+    if e.origin.kind != "leaf" or leaf is None or leaf.kind not in ("input", "constant"):
+        return None
+    name = leaf.name or "a tensor without a name, made before it was first used,"
+    values = e.origin.values
+    found = _difference(e.case.left, e.case.right, values.left, values.right)
+    metas = [
+        str(side.trace.meta(v)) if v is not None else "absent"
+        for side, v in ((e.case.left, values.left), (e.case.right, values.right))
+    ]
+    evidence = [
+        f"left {metas[0]}, right {metas[1]}",
+        describe(found) if found is not None and found.comparable else "",
+        _shifted(e),
+        f"{counted(len(e.origin.members), 'further input')} differ: {some(e.origin.names[1:])}"
+        if e.origin.members
+        else "",
+    ]
+    shapes = " in shape" if metas[0] != metas[1] else ""
+    return cause(
+        "input",
+        "certain",
+        f"{name} differs{shapes} before the first op that reads it",
+        evidence,
+        "Feed both runs the same tensors: compare tokenizer, preprocessing and padding, or save the inputs of one"
+        " run with torch.save and load them in the other.",
+    )
+
+
+def mask_input(e: Evidence) -> Cause | None:
+    """The input that differs is an attention or padding mask."""
+    found = input_(e)
+    names = e.origin.names
+    if found is None or not names or not any(m in names[0].rpartition(".")[2] for m in _MASKS):
+        return None
+    return cause(
+        "mask",
+        "certain",
+        f"the mask {names[0]} differs before the first op that reads it",
+        found.evidence,
+        "Build the mask in the same way in both runs: the same lengths, the same padding side, and the same"
+        " meaning of True.",
+    )
+
+
+# ---- facts -------------------------------------------------------------------------------------------
+
+
+def _members(e: Evidence) -> list[Sides[Leaf | None]]:
+    return [e.origin.leaf, *e.origin.members][:_LOOKED_AT]
+
+
+def _provenances(e: Evidence, members: Sequence[Sides[Leaf | None]]) -> Sides[list[Provenance]]:
+    left = [e.case.left.lineage.of(m.left.value) for m in members if m.left is not None]
+    right = [e.case.right.lineage.of(m.right.value) for m in members if m.right is not None]
+    return Sides(left, right)
+
+
+def _drawn(e: Evidence, members: Sequence[Sides[Leaf | None]]) -> tuple[list[str], bool]:
+    """How the leaves came to be, where the trace saw it; and whether one run drew all of them."""
+    found: list[str] = []
+    every = False
+    made = _provenances(e, members)
+    for name, all_ in (("left", made.left), ("right", made.right)):
+        drawn = [p for p in all_ if p.kind == "drawn"]
+        if not drawn:
+            continue
+        every = every or len(drawn) == len(all_)
+        ops = ", ".join(f"{op} ({n})" for op, n in tally(p.first_op for p in drawn))
+        copied = sum(1 for p in all_ if p.kind in ("copied", "leaf"))
+        seeded = {p.seeded for p in drawn}
+        unseeded = " from a generator that nobody seeded" if seeded == {False} else ""
+        copies = "none was copied from a checkpoint" if not copied else f"{copied} were copied"
+        found.append(
+            f"{name}: {len(drawn)} of these {len(all_)} were last written by {ops}{unseeded}; {copies}"
+        )
+    return found, every
+
+
+class _Sizes:
+    """How far the leaves are apart."""
+
+    def __init__(self) -> None:
+        self.words: list[str] = []
+        self.independent = False
+        self.single: Difference | None = None
+
+
+def _sizes(e: Evidence, members: Sequence[Sides[Leaf | None]]) -> _Sizes:
+    found = _Sizes()
+    relatives: list[float] = []
+    independent = 0
+    for m in members:
+        if m.left is None or m.right is None:
+            continue
+        a, b = e.case.left.fingerprint(m.left.value), e.case.right.fingerprint(m.right.value)
+        if a is None or b is None:
+            continue
+        gap = difference(a, b)
+        if not gap.comparable or gap.relative is None:
+            continue
+        relatives.append(gap.relative)
+        independent += _is_independent(a, b, gap)
+        if gap.changed_index is not None and found.single is None:
+            found.single = gap
+            found.words.append(
+                f"{m.left.name}: {describe(gap)}{_index(e, m.left, gap.changed_index)}"
+            )
+    if relatives:
+        low, high = min(relatives), max(relatives)
+        spread = number(low) if low == high else f"{number(low)} to {number(high)}"
+        found.words.append(f"relative difference {spread}")
+    # a bias or a norm may be constant at the start; most of what differs must look drawn
+    found.independent = independent > 0 and independent * 2 > len(relatives)
+    if found.independent:
+        found.words.append(
+            f"{independent} of them are about sqrt(2) times their size apart with the same spread: that is what two"
+            " independent random initialisations give, no training or rounding does"
+        )
+    if found.single is not None and len(relatives) > 1:
+        found.single = None
+    return found
+
+
+def _is_independent(a: Fingerprint, b: Fingerprint, gap: Difference) -> bool:
+    if gap.relative is None or a.ssq <= 0 or b.ssq <= 0:
+        return False
+    ratio = (a.ssq / b.ssq) ** 0.5
+    same = 1 / _SAME_SPREAD < ratio < _SAME_SPREAD
+    return same and _INDEPENDENT[0] < gap.relative / max(1.0, 1 / ratio) < _INDEPENDENT[1]
+
+
+def _index(e: Evidence, leaf: Leaf, flat: int) -> str:
+    shape = e.case.left.trace.meta(leaf.value).shape
+    if len(shape) < 2:
+        return ""
+    index: list[int] = []
+    for size in reversed(shape):
+        index.append(flat % size)
+        flat //= size
+    return f" [{', '.join(map(str, reversed(index)))}]"
+
+
+def _under_one_prefix(names: Sequence[str], equal: Sequence[str]) -> str:
+    """Whether all that differ are in one part of the model, and the rest is not."""
+    if len(names) < 2 or not equal:
+        return ""
+    prefix = os.path.commonprefix([n.split(".")[:-1] for n in names])
+    path = ".".join(prefix)
+    if not path or any(n == path or n.startswith(f"{path}.") for n in equal):
+        return f"{counted(len(equal), 'tensor')} of the model are equal in both runs: {some(equal)}"
+    return f"all that differ are below {path}; what is elsewhere is equal: {some(equal)}"
+
+
+def _constant_fills(e: Evidence, equal: Sequence[str]) -> str:
+    """Equal tensors that hold one number, as a fresh model's norms and biases do."""
+    rows = e.case.left.leaves.by_name
+    constant = []
+    for name in equal:
+        print_ = e.case.left.fingerprint(rows[name][0].value) if name in rows else None
+        if print_ is not None and print_.n > 1 and print_.min == print_.max:
+            constant.append(name)
+    if not constant:
+        return ""
+    return (
+        f"{len(constant)} of the {len(equal)} tensors that agree hold a single number, as a fresh norm or bias"
+        f" does ({some(constant, 3)}): they may not be loaded either"
+    )
+
+
+def _dropped(e: Evidence) -> list[str]:
+    """What integrations say about checkpoints that were read and not used."""
+    found = [
+        f"{side}: {mark.fields['summary']}"
+        for side, mark in e.marks(lambda m: m.kind == "checkpoint-dropped")
+        if mark.fields.get("summary")
+    ]
+    return list(dict.fromkeys(found))
+
+
+def _load_remedy(e: Evidence) -> str:
+    for _, mark in e.marks(lambda m: m.kind == "checkpoint-dropped"):
+        if mark.fields.get("try"):
+            return str(mark.fields["try"])
+    return (
+        "Load the checkpoint into the model that runs, and look at what the load says:"
+        " result = model.load_state_dict(state, strict=True); with strict=False print result.missing_keys."
+    )
+
+
+def _transfers(e: Evidence) -> list[str]:
+    """What integrations checked about gathers and moves."""
+    found = []
+    for name, side, _ in e.sides:
+        checked = [
+            m for m in side.trace.marks if m.kind in ("gather", "move") and "intact" in m.fields
+        ]
+        if not checked:
+            continue
+        bad = sum(1 for m in checked if m.fields["intact"] is False)
+        kinds = ", ".join(f"{n} {kind}s" for kind, n in tally(m.kind for m in checked))
+        found.append(
+            f"{name}: {kinds} checked, "
+            + (f"{bad} not intact" if bad else "all intact: moving the weights changed nothing")
+        )
+    return found
+
+
+def _casts(e: Evidence) -> list[str]:
+    """Buffers that a library cast for good."""
+    names = set(e.origin.names)
+    found = []
+    for side, mark in e.marks(lambda m: m.kind == "buffer-cast"):
+        name = str(mark.fields.get("name") or mark.fields.get("buffer") or "")
+        if name in names or any(n.endswith(name) for n in names if name):
+            found.append(f"{side}: {mark.fields.get('library', 'a library')} cast {name} for good")
+    return found
+
+
+def _running_statistics(names: Sequence[str]) -> str:
+    running = [n for n in names if "running_" in n or "num_batches_tracked" in n]
+    return (
+        f"running statistics, rewritten by every forward in training mode: {some(running)}"
+        if running
+        else ""
+    )
+
+
+def _shifted(e: Evidence) -> str:
+    """Whether one small input is the other with elements added or dropped at an end."""
+    values = e.origin.values
+    if values.left is None or values.right is None:
+        return ""
+    a, b = e.case.left.fingerprint(values.left), e.case.right.fingerprint(values.right)
+    if a is None or b is None or a.code != b.code or max(a.n, b.n) > len(a.sample) + len(b.sample):
+        return ""
+    x, y = a.sample.tolist(), b.sample.tolist()
+    if len(x) != a.n or len(y) != b.n or len(x) == len(y):
+        return ""
+    longer, shorter, side = (x, y, "left") if len(x) > len(y) else (y, x, "right")
+    extra = len(longer) - len(shorter)
+    if longer[extra:] == shorter:
+        return f"the {side} one is the other with {counted(extra, 'element')} more at its start: {longer[:extra]}"
+    if longer[: len(shorter)] == shorter:
+        return f"the {side} one is the other with {counted(extra, 'element')} more at its end: {longer[len(shorter) :]}"
+    return ""
+
+
+def _difference(left: Side, right: Side, a: int | None, b: int | None) -> Difference | None:
+    if a is None or b is None:
+        return None
+    x, y = left.fingerprint(a), right.fingerprint(b)
+    return None if x is None or y is None else difference(x, y)

@@ -1,0 +1,201 @@
+"""The runs do different things here."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from opdrift.case import Side
+from opdrift.causes.evidence import Evidence, cause, counted, op_names, scope, some
+from opdrift.records import Cause
+from opdrift.tokens import base
+
+_GATHERING: Final = frozenset(
+    [
+        "cat",
+        "all_gather_into_tensor",
+        "allgather_",
+        "_allgather_base_",
+        "all_gather_copy_in",
+        "all_gather_copy_out",
+        "split_with_sizes_copy",
+        "wait_tensor",
+        "stack",
+    ]
+)
+
+
+def fsdp_gather(e: Evidence) -> Cause | None:
+    """Gathered weights are not what their shards are: gathered in one run, left over from before in the other."""
+    found = _bad_gathers(e)
+    if found is not None:
+        return found
+    if e.origin.story != "region":
+        return None
+    for n, (name, side, _) in enumerate(e.sides):
+        other_name, other, _ = e.sides[1 - n]
+        gathers = [op for op in e.ops_of(n) if base(side.name(op)) in _GATHERING]
+        sources = [v for op in gathers for v in side.trace.ops.inputs[op].tolist()]
+        shards = sorted(
+            {leaf.name for v in sources for leaf in side.leaves.of(v) if leaf.kind == "parameter"}
+        )
+        theirs = (e.origin.boundary.left, e.origin.boundary.right)[1 - n]
+        if not shards or any(base(other.name(op)) in _GATHERING for op in e.ops_of(1 - n)):
+            continue
+        old = [
+            v for v in theirs if not any(leaf.kind == "parameter" for leaf in other.leaves.of(v))
+        ]
+        if not old or any(
+            int(other.contents.states.writer[other.contents.states.of[v]]) >= 0 for v in old
+        ):
+            continue
+        return _stale(e, n, gathers, shards, old)
+    return None
+
+
+def _stale(e: Evidence, n: int, gathers: list[int], shards: list[str], old: list[int]) -> Cause:
+    name, side, _ = e.sides[n]
+    other_name, other, _ = e.sides[1 - n]
+    unread = [s for s in shards if s in other.leaves.by_name and _unread(other, s)]
+    reader = (e.consumer().left, e.consumer().right)[1 - n]
+    evidence = [
+        f"{name}: {side.place(gathers[0])} puts the weight together from {some(shards)}",
+        f"{other_name}: {other.place(reader)} reads a tensor {other.trace.meta(old[0])} that existed before the run and that no op made"
+        if reader is not None
+        else "",
+        f"{other_name}: {some(unread)} {'is' if len(unread) == 1 else 'are'} never read"
+        if unread
+        else "",
+    ]
+    return cause(
+        "fsdp-gather",
+        "likely",
+        f"the {other_name} run uses a gathered weight from before, the {name} run gathers it anew from its shards",
+        evidence,
+        "Gather again after the shards change: reshard after the forward (reshard_after_forward=True), or drop the"
+        " gathered copy after every optimizer step and weight load.",
+    )
+
+
+def _unread(side: Side, name: str) -> bool:
+    """Whether no op computes with a leaf."""
+    rows = side.leaves.by_name[name]
+    return all(
+        side.leaves.first_use(int(side.contents.states.of[row.value]), None) is None for row in rows
+    )
+
+
+def _bad_gathers(e: Evidence) -> Cause | None:
+    """Gathers that an integration found not to be their shards."""
+    if (
+        e.origin.kind == "leaf"
+        and e.origin.leaf.left is not None
+        and e.origin.leaf.left.when == "entry"
+    ):
+        return None
+    names = set(e.origin.names)
+    bad = [
+        (side, mark)
+        for side, mark in e.marks(
+            lambda m: m.kind in ("gather", "use") and m.fields.get("intact") is False
+        )
+    ]
+    about = [
+        (side, mark)
+        for side, mark in bad
+        if not names or names & {str(p[0]) for p in mark.fields.get("parameters") or () if p}
+    ]
+    if not about:
+        return None
+    side, mark = about[0]
+    unit = mark.fields.get("unit")
+    return cause(
+        "fsdp-gather",
+        "certain",
+        f"gathered weights of {scope(str(unit or ''))} are not their shards in the {side} run",
+        [
+            f"{side}: {mark.fields.get('library', 'the library')} {mark.kind} at op {mark.seq} is not intact",
+            f"{counted(len(bad), 'gather')} of both runs are not intact",
+        ],
+        "Wait for the gather before use, and gather again after the shards change; compare with offload and prefetch off.",
+    )
+
+
+def structure(e: Evidence) -> Cause | None:
+    """One run has ops here that the other has not, or reads another tensor."""
+    if e.origin.kind != "structure":
+        return None
+    reader = e.consumer()
+    if e.origin.story == "other-source":
+        return _other_source(e)
+    ops = e.ops_of(0) if e.origin.region.left else [], e.ops_of(1) if e.origin.region.right else []
+    evidence = []
+    for n, (name, side, _) in enumerate(e.sides):
+        if ops[n]:
+            modules = list(dict.fromkeys(scope(side.module(op)) for op in ops[n]))
+            evidence.append(f"{name} only: {op_names(side, ops[n])} in {some(modules, 3)}")
+        else:
+            evidence.append(f"{name} has nothing of its own here")
+    for name, side, op in (
+        ("left", e.case.left, reader.left),
+        ("right", e.case.right, reader.right),
+    ):
+        if op is not None:
+            evidence.append(f"{name}: the result is first read by {side.place(op)}")
+    raised = [
+        f"{name}: the run ended with {side.trace.footer.exception}"
+        for name, side, _ in e.sides
+        if side.trace.footer is not None and side.trace.footer.exception
+    ]
+    one_sided = [name for n, (name, _, _) in enumerate(e.sides) if ops[n]]
+    if len(one_sided) == 1:
+        n = 0 if one_sided[0] == "left" else 1
+        side = e.sides[n][1]
+        summary = f"the {one_sided[0]} run has {counted(len(ops[n]), 'op')} more here: {op_names(side, ops[n])}"
+    else:
+        summary = "the runs compute this in different ways"
+    return cause(
+        "structure",
+        "certain",
+        summary,
+        [*evidence, *raised],
+        "Compare the two configurations and code versions at the lines above; if the ops are meant to be the same,"
+        " map renamed modules with --map LEFT=RIGHT.",
+    )
+
+
+def _other_source(e: Evidence) -> Cause | None:
+    reader = e.consumer()
+    evidence = []
+    names = []
+    for name, side, value, op, leaf in (
+        ("left", e.case.left, e.origin.values.left, reader.left, e.origin.leaf.left),
+        ("right", e.case.right, e.origin.values.right, reader.right, e.origin.leaf.right),
+    ):
+        if value is None:
+            continue
+        what = _described(side, value, leaf.name if leaf is not None else None)
+        names.append(what)
+        where = side.place(op) if op is not None else "the result"
+        evidence.append(f"{name}: {where} reads {what}")
+    evidence.append("both runs have both tensors, with equal contents")
+    op_name = e.case.left.name(reader.left) if reader.left is not None else "the result"
+    return cause(
+        "structure",
+        "certain",
+        f"{op_name} reads {names[0]} in the left run and {names[-1]} in the right one"
+        if len(names) == 2
+        else f"{op_name} reads different tensors",
+        evidence,
+        "Look at the lines above: a variable or a module is mixed up, layers run in another order, or weights are tied in one run only.",
+    )
+
+
+def _described(side: Side, value: int, name: str | None) -> str:
+    if name:
+        return name
+    leaf = next((each for each in side.leaves.of(value) if each.name), None)
+    if leaf is not None:
+        return leaf.name
+    contents = side.contents
+    op = int(contents.states.writer[contents.states.of[value]])
+    return f"what {side.place(op)} returned" if op >= 0 else "a tensor from before the run"

@@ -1,0 +1,130 @@
+"""Compare two traces: do they agree, where do they come apart first, how far, and why."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from opdrift.align import Maps
+from opdrift.diagnose.answer import diagnose
+from opdrift.errors import IncomparableTracesError, InvalidOptionError
+from opdrift.records import Diagnosis
+from opdrift.sizes import Tolerance
+from opdrift.tracefile.reader import Trace, load, rank_folders
+
+__all__ = ["Tolerance", "diff"]
+
+Samples = str | tuple[int, int]
+PathLike = str | os.PathLike[str]
+
+
+def diff(
+    left: Trace | PathLike,
+    right: Trace | PathLike,
+    *,
+    samples: Samples | None = None,
+    tolerance: Tolerance | tuple[float, float] | None = None,
+    rank: int | None = None,
+    maps: Maps | Sequence[str] = (),
+) -> Diagnosis:
+    """Find where two runs come apart first, and why.
+
+    Distributed traces are compared rank by rank; the answer is that of the rank with the earliest
+    origin, and holds those of all ranks in `ranks`.
+
+    Args:
+        left: The run taken as reference: a trace, or the path of one.
+        right: The run to explain.
+        samples: "L:R": compare sample L of the left run's batch with sample R of the right one's.
+        tolerance: Allowed difference (rtol, atol); None means what rounding explains at each op.
+        rank: Compare only this rank of distributed traces.
+        maps: Renamed modules: pairs of the left path and the right one, or texts `LEFT=RIGHT`.
+
+    Raises:
+        IncomparableTracesError: The fingerprints are of different kinds, no rank is in both, or nothing
+            differs in what both have but one trace is incomplete.
+        InvalidOptionError: `samples` or `maps` cannot be understood.
+        NotATraceError: A path holds no trace.
+    """
+    chosen = _samples(samples)
+    renames = _maps(maps)
+    allowed = Tolerance(*tolerance) if isinstance(tolerance, tuple) else tolerance
+    a, b = _ranks(left, rank), _ranks(right, rank)
+    shared = sorted(a.keys() & b.keys())
+    if not shared:
+        raise IncomparableTracesError(
+            f"{_path(left)} has {_listed(a)}, {_path(right)} has {_listed(b)}: no rank is in both."
+            " Compare traces of runs with the same ranks, or name one with rank=."
+        )
+    found = {
+        number: diagnose(a[number], b[number], samples=chosen, tolerance=allowed, maps=renames)
+        for number in shared
+    }
+    if len(found) == 1 and len(a) == len(b) == 1:
+        return next(iter(found.values()))
+    return _of_ranks(found, sorted(a.keys() ^ b.keys()))
+
+
+def _ranks(trace: Trace | PathLike, rank: int | None) -> Mapping[int, Trace]:
+    if isinstance(trace, Trace):
+        return {trace.header.rank or 0: trace}
+    folder = Path(trace)
+    ranks = rank_folders(folder) if folder.is_dir() else {}
+    if rank is not None or not ranks:
+        loaded = load(folder, rank=rank)
+        return {loaded.header.rank or 0: loaded}
+    return {number: load(path) for number, path in ranks.items()}
+
+
+def _path(trace: Trace | PathLike) -> str:
+    return str(trace.path) if isinstance(trace, Trace) else os.fspath(trace)
+
+
+def _listed(ranks: Mapping[int, Trace]) -> str:
+    return f"rank {', '.join(map(str, sorted(ranks)))}"
+
+
+def _of_ranks(found: dict[int, Diagnosis], missing: list[int]) -> Diagnosis:
+    """The rank that says most: the worst verdict, then the earliest origin."""
+    weight = {"diverged": 0, "rounding": 1, "identical": 2}
+
+    def place(number: int) -> tuple[int, int, float, int]:
+        diagnosis = found[number]
+        first = diagnosis.first
+        seq = first.seq.left if first is not None and first.seq.left is not None else float("inf")
+        leaf = 0 if first is not None and first.kind == "leaf" else 1
+        return weight[diagnosis.verdict], leaf, seq, number
+
+    best = min(found, key=place)
+    notes = [f"compared rank by rank; this is rank {best} of {', '.join(map(str, sorted(found)))}"]
+    if missing:
+        notes.append(f"only one of the traces has rank {', '.join(map(str, missing))}")
+    return replace(found[best], notes=(*found[best].notes, *notes), ranks=found)
+
+
+def _samples(samples: Samples | None) -> tuple[int, int] | None:
+    if samples is None or isinstance(samples, tuple):
+        return samples
+    left, colon, right = samples.partition(":")
+    if colon and left.strip().isdecimal() and right.strip().isdecimal():
+        return int(left), int(right)
+    raise InvalidOptionError(
+        f"samples={samples!r} is not of the form L:R. Give two sample numbers from 0, such as '0:2'."
+    )
+
+
+def _maps(maps: Maps | Sequence[str]) -> list[tuple[str, str]]:
+    found = []
+    for each in maps:
+        if not isinstance(each, str):
+            found.append((each[0], each[1]))
+            continue
+        left, equals, right = each.partition("=")
+        if not equals:
+            raise InvalidOptionError(
+                f"maps={each!r} is not of the form LEFT=RIGHT. Give two module paths, such as 'encoder=model.encoder'."
+            )
+        found.append((left.strip(), right.strip()))
+    return found

@@ -1,0 +1,200 @@
+"""Put a diagnosis together: origins, their sizes and causes, the verdict, and what else is worth saying."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from opdrift.align import Maps
+from opdrift.case import Case, build_case
+from opdrift.causes import Evidence, Shared, causes_of
+from opdrift.diagnose.divergences import divergence
+from opdrift.diagnose.grouping import grouped_leaves
+from opdrift.diagnose.growth import growth_of
+from opdrift.diagnose.surroundings import environment_of, notes_of, summary_of, unpaired_of
+from opdrift.errors import IncomparableTracesError
+from opdrift.origins.model import Origin
+from opdrift.origins.search import Found, find_origins
+from opdrift.records import (
+    Alignment,
+    Cause,
+    Diagnosis,
+    Divergence,
+    EnvironmentDifference,
+    Sides,
+    Verdict,
+)
+from opdrift.sizes import Received, Size, Tolerance, measure, receivers, size_of
+from opdrift.tracefile.reader import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """An origin with its size and causes."""
+
+    origin: Origin
+    size: Size
+    causes: tuple[Cause, ...]
+
+
+def diagnose(
+    left: Trace,
+    right: Trace,
+    *,
+    samples: tuple[int, int] | None = None,
+    tolerance: Tolerance | None = None,
+    maps: Maps = (),
+) -> Diagnosis:
+    """Compare two traces of one process each.
+
+    Raises:
+        IncomparableTracesError: See `opdrift.diff`.
+    """
+    if left.header.fingerprint != right.header.fingerprint:
+        raise IncomparableTracesError(
+            f"{left.path} has fingerprints of kind {left.header.fingerprint!r}, {right.path} of kind"
+            f" {right.header.fingerprint!r}. Record both runs with the same version of opdrift."
+        )
+    case = build_case(left, right, maps)
+    environment = environment_of(left.header, right.header)
+    found = find_origins(case, whole=left.complete and right.complete, samples=samples is not None)
+    if not found.origins and not (left.complete and right.complete):
+        raise _incomplete(left, right, case)
+    sizes, amplifiers, unexplained = receivers(case, found.receivers)
+    judged = _judge(case, found, unexplained, environment, tolerance)
+    final = _final(case, found)
+    divergences = tuple(divergence(case, j.origin, j.size, j.causes[0], final) for j in judged)
+    material = next((d for d in divergences if d.material), None)
+    return Diagnosis(
+        verdict=_verdict(divergences),
+        left=summary_of(left),
+        right=summary_of(right),
+        first=material or (divergences[0] if divergences else None),
+        first_bitwise=divergences[0] if divergences else None,
+        origins=divergences,
+        amplifiers=tuple(sorted(amplifiers, key=lambda a: a.seq.left or 0)),
+        causes=_ranked(judged),
+        environment=environment,
+        unpaired=unpaired_of(case),
+        alignment=Alignment(
+            paired=len(case.pairing.left),
+            left_only=int(np.sum(case.pairing.right_of < 0)),
+            right_only=int(np.sum(case.pairing.left_of < 0)),
+            method=case.pairing.method,
+            fallback_reason=_fallback(case, found),
+        ),
+        growth=growth_of(case, sizes) if divergences else (),
+        notes=notes_of(case, found, samples=samples),
+    )
+
+
+def _incomplete(left: Trace, right: Trace, case: Case) -> IncomparableTracesError:
+    which = " and ".join(f"{t.path} is {t.incomplete}" for t in (left, right) if not t.complete)
+    return IncomparableTracesError(
+        f"{which}. Nothing differs in the {len(case.pairing.left)} ops that both traces have, but what"
+        " is missing may. Record the run again, and let it end by itself."
+    )
+
+
+def _judge(
+    case: Case,
+    found: Found,
+    unexplained: Sequence[Received],
+    environment: tuple[EnvironmentDifference, ...],
+    tolerance: Tolerance | None,
+) -> list[Judged]:
+    shared = Shared(case, environment)
+
+    def judge(origin: Origin) -> Judged:
+        size = size_of(case, origin, tolerance)
+        return Judged(origin, size, causes_of(Evidence(origin, size, shared)))
+
+    origins = [
+        *grouped_leaves(found.origins, judge),
+        *(judge(o) for o in found.origins if o.kind != "leaf"),
+    ]
+    if all(not j.size.material for j in origins):
+        # with a material origin upstream, a large difference further down is no news
+        origins += [judge(o) for o in _amplified(case, unexplained)]
+    return origins
+
+
+def _amplified(case: Case, unexplained: Sequence[Received]) -> list[Origin]:
+    """The first receiver whose inputs do not explain its output."""
+    found = []
+    for received in unexplained[:1]:
+        i, j = int(case.pairing.left[received.row]), int(case.pairing.right[received.row])
+        outputs = case.compared.outputs
+        place = next(
+            k
+            for k in np.flatnonzero(outputs.pair == received.row).tolist()
+            if outputs.status[k] == 2
+        )
+        found.append(
+            Origin(
+                kind="op",
+                story="amplified",
+                op=Sides(i, j),
+                row=received.row,
+                values=Sides(int(outputs.left[place]), int(outputs.right[place])),
+                slot=int(outputs.position[place]),
+                order=float(i),
+                inputs_match=False,
+            )
+        )
+    return found
+
+
+def _final(case: Case, found: Found) -> float | None:
+    """The relative difference of the runs' result: the first output that a module returned."""
+    for kinds in (("output",), ("gradient", "parameter", "alive", "unread")):
+        for sink in found.sinks:
+            if (
+                sink.kind in kinds
+                and sink.differs
+                and sink.left is not None
+                and sink.right is not None
+            ):
+                gap = measure(case, sink.left, sink.right)
+                if gap is not None and gap.relative is not None:
+                    return gap.relative
+    return None
+
+
+def _verdict(divergences: tuple[Divergence, ...]) -> Verdict:
+    if not divergences:
+        return "identical"
+    return "diverged" if any(d.material for d in divergences) else "rounding"
+
+
+def _ranked(judged: Sequence[Judged]) -> tuple[Cause, ...]:
+    """All causes, likeliest first: those of the first material origin lead."""
+    order = sorted(judged, key=lambda j: not j.size.material)
+    found: dict[tuple[str, str], Cause] = {}
+    for each in order:
+        found.setdefault((each.causes[0].slug, each.causes[0].summary), each.causes[0])
+    for each in order[:1]:
+        for further in each.causes[1:]:
+            weaker = (
+                further
+                if further.confidence != "certain"
+                else replace(further, confidence="likely")
+            )
+            found.setdefault((further.slug, further.summary), weaker)
+    return tuple(found.values())
+
+
+def _fallback(case: Case, found: Found) -> str | None:
+    reasons = [case.pairing.fallback_reason] if case.pairing.fallback_reason else []
+    if found.stopped:
+        reasons.append(
+            "the search for origins stopped after many: the programs have little in common"
+        )
+    larger = max(len(case.left.trace.ops), len(case.right.trace.ops))
+    if larger >= 10 and len(case.pairing.left) * 10 < larger:
+        reasons.append(
+            f"only {len(case.pairing.left)} of {larger} ops have a counterpart: the programs look unrelated"
+        )
+    return "; ".join(reasons) or None

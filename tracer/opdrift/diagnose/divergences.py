@@ -1,0 +1,80 @@
+"""Write an origin down as the diagnosis shows it."""
+
+from __future__ import annotations
+
+from opdrift.case import Case, Side
+from opdrift.causes.evidence import Evidence, Shared
+from opdrift.causes.kernels import kernel_picks
+from opdrift.origins.model import Origin
+from opdrift.records import Cause, Divergence, Phase, Pick, Sides
+from opdrift.sizes import Size
+
+
+def divergence(
+    case: Case, origin: Origin, size: Size, cause: Cause, final: float | None
+) -> Divergence:
+    """The divergence of an origin."""
+    stands = _place(case, origin)
+    gap, bound = size.difference, size.bound
+    seq: Sides[int | None] = Sides(
+        None if origin.op.left is None else case.left.seq(origin.op.left),
+        None if origin.op.right is None else case.right.seq(origin.op.right),
+    )
+    side, op = stands if stands is not None else (case.left, None)
+    call = side.call(op) if op is not None else None
+    source = side.op(op).source if op is not None else None
+    phase: Phase | None = None
+    if op is not None:
+        phase = "backward" if side.trace.ops.phase[op] else "forward"
+    values = origin.values
+    return Divergence(
+        kind=origin.kind,
+        name=origin.names[0] if origin.names else None,
+        op=side.name(op) if op is not None else None,
+        module=call.path if call is not None else "",
+        call=call.number if call is not None else 0,
+        phase=phase,
+        source=str(source) if source is not None else None,
+        seq=seq,
+        output=origin.slot
+        if origin.story in ("op", "settings", "nonfinite", "amplified")
+        else None,
+        inputs_match=origin.inputs_match,
+        material=size.material,
+        relative_difference=gap.relative if gap is not None else None,
+        explained=size.limit,
+        conditioning=bound.conditioning if bound is not None else None,
+        max_abs_difference=gap.max_abs if gap is not None else None,
+        ulp=gap.ulp if gap is not None else None,
+        nonfinite=Sides(_nonfinite(case.left, values.left), _nonfinite(case.right, values.right)),
+        kernel=_kernel(case, origin, size),
+        arguments=origin.settings,
+        final_relative_difference=final,
+        cause=cause,
+        tensors=Sides(_meta(case.left, values.left), _meta(case.right, values.right)),
+        members=origin.names[1:],
+        how=gap.how if gap is not None else None,
+    )
+
+
+def _place(case: Case, origin: Origin) -> tuple[Side, int] | None:
+    if origin.op.left is not None:
+        return case.left, origin.op.left
+    return (case.right, origin.op.right) if origin.op.right is not None else None
+
+
+def _meta(side: Side, value: int | None) -> str | None:
+    return None if value is None else str(side.trace.meta(value))
+
+
+def _nonfinite(side: Side, value: int | None) -> int | None:
+    if value is None:
+        return None
+    found = side.nearest_fingerprint(value)
+    return None if found is None else found.nonfinite
+
+
+def _kernel(case: Case, origin: Origin, size: Size) -> Sides[Pick | None]:
+    if origin.kind in ("leaf", "hidden-write"):
+        return Sides(None, None)
+    return kernel_picks(Evidence(origin, size, Shared(case, ())))

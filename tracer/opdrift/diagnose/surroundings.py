@@ -1,0 +1,112 @@
+"""What stands around a diagnosis: the traces, the environment, ops without counterpart, notes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from opdrift.case import Case, Side
+from opdrift.origins.search import Found
+from opdrift.records import EnvironmentDifference, Header, Sides, TraceSummary, UnpairedGroup
+from opdrift.tracefile.reader import Ints, Trace
+
+#: Groups of unpaired ops that are listed.
+_GROUPS = 200
+
+
+def summary_of(trace: Trace) -> TraceSummary:
+    """Which trace it is."""
+    header = trace.header
+    return TraceSummary(
+        path=str(trace.path),
+        run_id=f"{header.created}#{header.start_ns}",
+        label=header.label,
+        created=header.created,
+        torch=header.torch,
+        device=header.device,
+        ops=len(trace.ops),
+        complete=trace.complete,
+        world_size=header.world_size,
+        rank=header.rank,
+    )
+
+
+def environment_of(left: Header, right: Header) -> tuple[EnvironmentDifference, ...]:
+    """Flags, versions, variables and seeds that differ."""
+    found = []
+    for name, a, b in (
+        ("device", left.device, right.device),
+        ("engine", left.engine, right.engine),
+    ):
+        if a != b:
+            found.append(EnvironmentDifference(name, a, b))
+    tables: tuple[tuple[Any, Any], ...] = (
+        (left.versions, right.versions),
+        (left.flags, right.flags),
+        (left.variables, right.variables),
+    )
+    for first, second in tables:
+        for name in dict.fromkeys([*first, *second]):
+            a, b = first.get(name), second.get(name)
+            if a != b:
+                found.append(EnvironmentDifference(name, _text(a), _text(b)))
+    return tuple(found)
+
+
+def _text(value: Any) -> str | None:
+    return None if value is None else str(value)
+
+
+def unpaired_of(case: Case) -> Sides[tuple[UnpairedGroup, ...]]:
+    """Ops that only one run has, grouped by op and module."""
+    return Sides(
+        _groups(case.left, np.flatnonzero(case.pairing.right_of < 0)),
+        _groups(case.right, np.flatnonzero(case.pairing.left_of < 0)),
+    )
+
+
+def _groups(side: Side, ops: Ints) -> tuple[UnpairedGroup, ...]:
+    if not len(ops):
+        return ()
+    key = np.stack([side.trace.ops.signature[ops], side.home[ops]], axis=1)
+    _, first, inverse, counts = np.unique(
+        key, axis=0, return_index=True, return_inverse=True, return_counts=True
+    )
+    merged: dict[tuple[str, str], tuple[int, int]] = {}
+    for start, count in zip(first.tolist(), counts.tolist(), strict=True):
+        op = int(ops[start])
+        name = side.name(op), side.module(op)
+        seen, seq = merged.get(name, (0, side.seq(op)))
+        merged[name] = seen + count, min(seq, side.seq(op))
+    groups = [UnpairedGroup(op, module, n, seq) for (op, module), (n, seq) in merged.items()]
+    assert inverse is not None
+    return tuple(sorted(groups, key=lambda g: g.first_seq)[:_GROUPS])
+
+
+def notes_of(case: Case, found: Found, *, samples: tuple[int, int] | None) -> tuple[str, ...]:
+    """Sentences about what could not be judged, or does not count."""
+    notes = []
+    for name, side in (("left", case.left), ("right", case.right)):
+        trace = side.trace
+        if trace.incomplete is not None:
+            notes.append(
+                f"the {name} trace is {trace.incomplete}; what follows could not be compared"
+            )
+        if trace.footer is not None and trace.footer.exception:
+            notes.append(f"the {name} run ended with {trace.footer.exception}")
+        if trace.footer is not None and trace.footer.failures:
+            notes.append(
+                f"opdrift itself failed at {len(trace.footer.failures)} places while recording the {name} run"
+            )
+    if found.unused:
+        names = list(dict.fromkeys(a.name for a, _ in found.unused if a.name))
+        listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        if names:
+            notes.append(f"{listed} differ but have no part in a result that differs")
+    if samples is not None:
+        notes.append(
+            f"sample {samples[0]} against {samples[1]} was asked for, but per-sample records are missing:"
+            " only tensors of the same size on both sides were compared"
+        )
+    return tuple(notes)

@@ -1,0 +1,133 @@
+"""Follow values through one trace: what reaches an output, and what a value was made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from opdrift.contents import Contents
+from opdrift.tokens import base
+from opdrift.tracefile.reader import Ints
+
+#: Ops whose result leaves the tensors: a Python number that steers the program, or another rank.
+_STEERING: Final = frozenset("_local_scalar_dense is_nonzero equal item".split())
+#: A walk back through unpaired ops stops after this many.
+_WALK: Final = 20_000
+
+
+def steering_ops(contents: Contents) -> list[int]:
+    """Ops that hand a tensor's content to the program itself, or to another process."""
+    trace = contents.trace
+    named: set[int] = set()
+    for signature in contents.tokens.table:
+        name = trace.op_info(signature).name
+        if base(name) in _STEERING or name.startswith(("c10d.", "_c10d_functional.")):
+            named.add(signature)
+    if not named:
+        return []
+    hits = np.isin(trace.ops.signature, np.array(sorted(named), np.int64))
+    return [int(i) for i in np.flatnonzero(hits)]
+
+
+def reaching(contents: Contents, values: Iterable[int], ops: Iterable[int] = ()) -> bytearray:
+    """Which ops have a part in the given values, or in the given ops; one byte an op."""
+    trace, states = contents.trace, contents.states
+    of, writer, before = states.of.tolist(), states.writer.tolist(), states.before.tolist()
+    whole = contents.whole.tolist()
+    ins, in_at = trace.ops.inputs.values.tolist(), trace.ops.inputs.offsets.tolist()
+    outs, out_at = trace.ops.outputs.values.tolist(), trace.ops.outputs.offsets.tolist()
+    counted = contents.counted.tolist()
+    live_value, live_state = bytearray(len(of)), bytearray(len(writer))
+    live = bytearray(len(trace.ops))
+    for value in values:
+        live_value[value] = 1
+        live_state[of[value]] = 1
+    for op in ops:
+        live[op] = 1
+    for op in range(len(live) - 1, -1, -1):
+        is_live = live[op]
+        for value in outs[out_at[op] : out_at[op + 1]]:
+            state = of[value]
+            if writer[state] != op:
+                is_live = is_live or live_value[value]
+            elif live_state[state]:
+                is_live = 1
+                # a write into a part leaves the rest as it was
+                if not whole[value] and before[state] >= 0:
+                    live_state[before[state]] = 1
+        if not is_live:
+            continue
+        live[op] = 1
+        for place in range(in_at[op], in_at[op + 1]):
+            if counted[place]:
+                value = ins[place]
+                live_value[value] = 1
+                live_state[of[value]] = 1
+    return live
+
+
+def unread(contents: Contents) -> list[int]:
+    """Values that an op made and no op read: what a run without named outputs was for."""
+    states = contents.states
+    made = np.flatnonzero(contents.producer >= 0)
+    last = states.first_read[states.of[made]] >= len(contents.trace.ops)
+    return [int(v) for v in made[last]]
+
+
+@dataclass(frozen=True, slots=True)
+class Ancestry:
+    """What a value was made of on one side, back to ops that have a counterpart.
+
+    Attributes:
+        ops: Indices of the ops on the way that have none, in order.
+        boundary: Values at the other end: made by ops with a counterpart, or leaves.
+        cut_short: There were more ops than are followed.
+    """
+
+    ops: tuple[int, ...]
+    boundary: tuple[int, ...]
+    cut_short: bool = False
+
+
+def maker(contents: Contents, value: int) -> int:
+    """The op that returned a value, or wrote its storage last; -1 for leaves."""
+    producer = int(contents.producer[value])
+    return producer if producer >= 0 else int(contents.states.writer[contents.states.of[value]])
+
+
+def ancestry(contents: Contents, value: int, counterpart: Ints) -> Ancestry:
+    """Walk back from a value to leaves, and to ops whose `counterpart` (an op index, else -1) is known."""
+    trace = contents.trace
+    inputs = trace.ops.inputs
+    ops: set[int] = set()
+    boundary: dict[int, None] = {}
+    stack, seen = [value], {value}
+    while stack and len(ops) < _WALK:
+        current = stack.pop()
+        op = maker(contents, current)
+        if op < 0 or counterpart[op] >= 0:
+            boundary[current] = None
+            continue
+        if op in ops:
+            continue
+        ops.add(op)
+        start = int(inputs.offsets[op])
+        for place, source in enumerate(inputs[op].tolist(), start):
+            if contents.counted[place] and source not in seen:
+                seen.add(source)
+                stack.append(source)
+        state = int(contents.states.of[current])
+        earlier = int(contents.states.before[state])
+        if (
+            int(contents.states.writer[state]) == op
+            and earlier >= 0
+            and not contents.whole[current]
+        ):
+            rest = contents.value_of_state(earlier)
+            if rest not in seen:
+                seen.add(rest)
+                stack.append(rest)
+    return Ancestry(tuple(sorted(ops)), tuple(boundary), bool(stack))

@@ -1,0 +1,125 @@
+"""The named values of a trace: what came in, what went out, and which op used it first."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+import numpy as np
+
+from opdrift.contents import Contents
+from opdrift.records import Leaf, LeafKind
+
+#: Kinds of values that a run starts from, and moments at which they are seen before it changed them.
+STARTS: Final[frozenset[LeafKind]] = frozenset({"parameter", "buffer", "input", "constant"})
+BEFORE: Final = frozenset({"entry", "use", "gather"})
+AFTER: Final = frozenset({"return", "exit"})
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """An op that reads a leaf.
+
+    Attributes:
+        op: Index of the first op that computes with it, views passed over.
+        seen: Index of the first op that took it at all.
+        value: What that op took: the leaf, or a view of it.
+    """
+
+    op: int
+    seen: int
+    value: int
+
+
+class LeafTable:
+    """Names of the states of one trace."""
+
+    def __init__(self, contents: Contents) -> None:
+        self._contents = contents
+        self._uses: dict[int, list[tuple[int, int, bool]]] = {}
+        rows = contents.trace.leaves
+        self.starts = [leaf for leaf in rows if leaf.kind in STARTS and leaf.when in BEFORE]
+        self.changed = [leaf for leaf in rows if leaf.when == "changed"]
+        self.outputs = [leaf for leaf in rows if leaf.when in AFTER and leaf.kind != "alive"]
+        self.alive = [leaf for leaf in rows if leaf.kind == "alive"]
+
+    @cached_property
+    def by_state(self) -> dict[int, list[Leaf]]:
+        """Rows of leaves, by the state of their value."""
+        found: dict[int, list[Leaf]] = defaultdict(list)
+        for leaf in [*self.starts, *self.changed]:
+            found[int(self._contents.states.of[leaf.value])].append(leaf)
+        return found
+
+    @cached_property
+    def by_name(self) -> dict[str, list[Leaf]]:
+        """Rows of leaves seen before the run changed them, by name, in order."""
+        found: dict[str, list[Leaf]] = defaultdict(list)
+        for leaf in self.starts:
+            if leaf.name:
+                found[leaf.name].append(leaf)
+        return found
+
+    def of(self, value: int) -> list[Leaf]:
+        """Leaf rows that a value is, or is a view of."""
+        return self.by_state.get(int(self._contents.states.of[value]), [])
+
+    def best(self, value: int, module: str) -> Leaf | None:
+        """The row that names a value best for a reader in `module`.
+
+        One storage may have several names: tied weights, a slot that all layers share. The name of the
+        module that uses it is preferred, then the smallest tensor that it is a part of.
+        """
+        rows = self.of(value)
+        if not rows:
+            return None
+
+        def rank(leaf: Leaf) -> tuple[bool, int, int, int, int]:
+            owner = leaf.name.rpartition(".")[0]
+            inside = module == owner or module.startswith(f"{owner}.") or not owner
+            exact = leaf.value == value
+            size = int(self._contents.size[leaf.value])
+            return (not leaf.name, -len(owner) if inside else 1, -int(exact), size, leaf.seq)
+
+        return min(rows, key=rank)
+
+    def first_use(self, state: int, live: bytearray | None) -> Use | None:
+        """The first op whose result depends on a state; only ops marked in `live` count, if given."""
+        seen: int | None = None
+        for op, value, counted in self._uses_of(state):
+            if live is not None and not live[op]:
+                continue
+            if not counted:
+                continue
+            seen = op if seen is None else seen
+            if not self._contents.tokens.view[op]:
+                return Use(op, seen, value)
+        return None
+
+    def look_up(self, states: Iterable[int]) -> None:
+        """Find the uses of many states in one pass."""
+        wanted = sorted({s for s in states if s not in self._uses})
+        if not wanted:
+            return
+        inputs = self._contents.trace.ops.inputs
+        of = self._contents.states.of[inputs.values]
+        hits = np.flatnonzero(np.isin(of, np.array(wanted, np.int64)))
+        rows, counted = inputs.rows()[hits], self._contents.counted[hits]
+        for state in wanted:
+            self._uses[state] = []
+        for state, op, value, counts in zip(
+            of[hits].tolist(),
+            rows.tolist(),
+            inputs.values[hits].tolist(),
+            counted.tolist(),
+            strict=True,
+        ):
+            self._uses[state].append((op, value, counts))
+
+    def _uses_of(self, state: int) -> list[tuple[int, int, bool]]:
+        if state not in self._uses:
+            self.look_up([state])
+        return self._uses[state]

@@ -1,0 +1,55 @@
+"""What sort of op an op is, as far as the search for origins cares."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from opdrift.case import Side
+from opdrift.tokens import base
+
+#: Ops that move elements and compute nothing, besides views.
+_MOVING: Final = frozenset(
+    ["clone", "copy_", "contiguous", "lift_fresh", "lift_fresh_copy", "alias", "detach", "detach_"]
+)
+#: Argument that says with which probability elements are dropped.
+_PROBABILITIES: Final = ("dropout_p", "p")
+#: Arguments that say whether a layer trains.
+TRAINING: Final = ("training", "train")
+
+
+def draws(side: Side, op: int) -> bool:
+    """Whether an op takes numbers from a generator: attention without dropout carries the tag too."""
+    if not side.contents.tokens.seeded[op]:
+        return False
+    signature = side.op(op).signature
+    given = {**signature.op.defaults, **dict(signature.arguments)}
+    for name in TRAINING:
+        if given.get(name) is False:
+            return False
+    if "dropout_p" in given:
+        return _positive(given["dropout_p"])
+    if "attention" in signature.op.name:
+        return False  # no dropout_p given: the default is 0
+    if base(signature.op.name) in ("native_dropout", "dropout", "dropout_"):
+        return any(_positive(given[name]) for name in _PROBABILITIES if name in given)
+    return True
+
+
+def _positive(value: object) -> bool:
+    return isinstance(value, int | float) and value > 0
+
+
+def computes(side: Side, op: int) -> bool:
+    """Whether an op makes new numbers: no view, no fill, no fresh memory, no mere copy."""
+    tokens = side.contents.tokens
+    if tokens.view[op] or tokens.factory[op] or tokens.uninitialised[op]:
+        return False
+    return base(side.name(op)) not in _MOVING
+
+
+def makes_nonfinite(side: Side, op: int) -> bool:
+    """Whether NaN or infinite values come out of an op although none went in."""
+    trace = side.trace
+    if not any(side.nonfinite(v) for v in trace.ops.outputs[op].tolist()):
+        return False
+    return not any(side.nonfinite(v) for v in trace.ops.inputs[op].tolist())

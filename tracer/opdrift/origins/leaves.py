@@ -1,0 +1,119 @@
+"""Leaves that differ before any op did anything to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from opdrift.case import Case, Side
+from opdrift.leaves import Use
+from opdrift.origins.model import Origin
+from opdrift.pairs import DIFFERENT
+from opdrift.records import Leaf, Sides
+
+#: Ways in which a parameter may have been made during the run and still count as what the run started from.
+_MADE_BEFORE_USE = frozenset(["drawn", "filled", "copied", "leaf", "uninitialised"])
+
+
+def leaf_pairs(case: Case) -> Iterator[tuple[Leaf, Leaf]]:
+    """Rows of leaves with the same name on both sides, first with first, second with second."""
+    for name, rows in case.left.leaves.by_name.items():
+        yield from zip(rows, case.right.leaves.by_name.get(name, ()), strict=False)
+
+
+def differing(case: Case) -> list[tuple[Leaf, Leaf]]:
+    """Pairs of leaves of one name whose contents are not the same."""
+    pairs = list(leaf_pairs(case))
+    if not pairs:
+        return []
+    left = np.array([a.value for a, _ in pairs], np.int64)
+    right = np.array([b.value for _, b in pairs], np.int64)
+    status = case.compared.status(left, right)
+    return [pairs[k] for k in np.flatnonzero(status == DIFFERENT).tolist()]
+
+
+def find(case: Case, live: Sides[bytearray | None]) -> tuple[list[Origin], list[tuple[Leaf, Leaf]]]:
+    """Origins among the leaves, and the pairs that differ but take no part in a result."""
+    pairs = differing(case)
+    states = case.left.contents.states.of, case.right.contents.states.of
+    case.left.leaves.look_up(int(states[0][a.value]) for a, _ in pairs)
+    case.right.leaves.look_up(int(states[1][b.value]) for _, b in pairs)
+    found: list[Origin] = []
+    unused: list[tuple[Leaf, Leaf]] = []
+    seen: set[tuple[int, int, str]] = set()
+    for a, b in pairs:
+        key = int(states[0][a.value]), int(states[1][b.value]), a.name
+        if key in seen:
+            continue
+        seen.add(key)
+        if not (_starts(case.left, a) and _starts(case.right, b)):
+            continue
+        uses = (
+            case.left.leaves.first_use(key[0], live.left),
+            case.right.leaves.first_use(key[1], live.right),
+        )
+        if uses == (None, None):
+            unused.append((a, b))
+            continue
+        found.append(_origin(case, Sides(a, b), *uses))
+    return found, unused
+
+
+def _starts(side: Side, leaf: Leaf) -> bool:
+    """Whether a named value is what the run started from, not what the run computed.
+
+    A model that is built while recording has parameters that ops made: drawn, filled, or copied from a
+    checkpoint. They count; what an optimizer or a network computed does not.
+    """
+    writer = int(side.contents.states.writer[side.contents.states.of[leaf.value]])
+    if writer < 0:
+        return True
+    if leaf.kind not in ("parameter", "buffer"):
+        return False
+    return side.lineage.of(leaf.value).kind in _MADE_BEFORE_USE
+
+
+def _origin(case: Case, leaf: Sides[Leaf], left: Use | None, right: Use | None) -> Origin:
+    row = int(case.compared.row_of_left[left.op]) if left is not None else -1
+    ops: Sides[int | None] = Sides(left.op if left else None, right.op if right else None)
+    return Origin(
+        kind="leaf",
+        story="leaf",
+        op=ops,
+        row=row,
+        values=Sides(leaf.left.value, leaf.right.value),
+        slot=None,
+        order=order_of(case, ops) + (left.seen if left else 0) * 1e-9,
+        leaf=Sides(leaf.left, leaf.right),
+    )
+
+
+def order_of(case: Case, op: Sides[int | None]) -> float:
+    """Where an op stands in the left run; a right-only op stands after the last pair before it."""
+    if op.left is not None:
+        return float(op.left)
+    if op.right is None:
+        return float(len(case.left.trace.ops))
+    before = case.pairing.left_of[: op.right + 1]
+    paired = before[before >= 0]
+    return float(paired[-1]) + 0.5 if len(paired) else -0.5
+
+
+def maker_ops(case: Case, origins: list[Origin]) -> Sides[set[int]]:
+    """Ops that made the leaves of origins during the run: a draw, a fill, a copy; the leaf stands for them."""
+    found: Sides[set[int]] = Sides(set(), set())
+    for side, value_of, ops in (
+        (case.left, lambda o: o.values.left, found.left),
+        (case.right, lambda o: o.values.right, found.right),
+    ):
+        for origin in origins:
+            value = value_of(origin)
+            if value is None:
+                continue
+            made = side.lineage.of(value)
+            for seq in (made.seq, made.first_seq):
+                index = side.trace.index_of(seq) if seq is not None else None
+                if index is not None:
+                    ops.add(index)
+    return found

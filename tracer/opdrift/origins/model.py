@@ -1,0 +1,76 @@
+"""What is known of one independent difference between two runs, before its size and cause."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from opdrift.records import ArgumentDifference, DivergenceKind, Leaf, Sides
+
+#: How an origin shows.
+#: "leaf": a leaf differs. "op": equal inputs, other outputs. "factory": a constant made by the program differs.
+#: "hidden-write": a leaf's content changed without an op. "written": an op wrote into a tensor that the
+#: other run left alone. "other-source": the runs read different tensors that both have. "region": one run
+#: has ops between that the other has not. "settings": inputs differ already, and so do the arguments.
+#: "nonfinite": NaN or infinite values appear although none came in. "amplified": the output differs by
+#: more than the inputs explain.
+Story = Literal[
+    "leaf",
+    "op",
+    "factory",
+    "hidden-write",
+    "written",
+    "other-source",
+    "region",
+    "settings",
+    "nonfinite",
+    "amplified",
+]
+
+NOWHERE: Sides[None] = Sides(None, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """One independent difference.
+
+    Attributes:
+        kind: As in the diagnosis.
+        story: How it shows.
+        op: Index of the op that stands for it, per side.
+        row: Row of the pair at which it was seen; -1 for a result that no pair reads.
+        values: Values that differ, per side.
+        slot: Position of the differing value: among the outputs for an "op", else among the inputs.
+        leaf: Its row in the table of leaves, per side.
+        members: Further leaves that differ in the same way.
+        settings: Arguments that differ.
+        region: Ops that only one side has between here and what is common, per side.
+        boundary: The values that those ops start from, per side.
+        inputs_match: Whether all inputs are known equal; None where not all are known.
+        order: Where it stands in the left run.
+    """
+
+    kind: DivergenceKind
+    story: Story
+    op: Sides[int | None]
+    row: int
+    values: Sides[int | None]
+    slot: int | None
+    order: float
+    leaf: Sides[Leaf | None] = NOWHERE
+    members: tuple[Sides[Leaf | None], ...] = ()
+    settings: tuple[ArgumentDifference, ...] = ()
+    region: Sides[tuple[int, ...]] = Sides((), ())
+    boundary: Sides[tuple[int, ...]] = Sides((), ())
+    inputs_match: bool | None = None
+
+    def grouped(self, members: tuple[Sides[Leaf | None], ...]) -> Origin:
+        """The same origin, standing for more leaves."""
+        return replace(self, members=members)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the leaf and its members: the left one, else the right one."""
+        pairs = [self.leaf, *self.members]
+        found = [(p.left or p.right) for p in pairs]
+        return tuple(dict.fromkeys(leaf.name for leaf in found if leaf is not None and leaf.name))

@@ -1,0 +1,96 @@
+"""Stretches that only one run has: what they consist of, and which op stands for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from opdrift.case import Case, Side
+from opdrift.flow import ancestry
+from opdrift.origins.kinds import computes, draws, makes_nonfinite
+from opdrift.records import COMPILED, Sides
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """What two corresponding values were made of, back to what the runs have in common.
+
+    Attributes:
+        ops: Ops without a counterpart, per side, in order.
+        boundary: Values at the other end, per side.
+    """
+
+    ops: Sides[tuple[int, ...]]
+    boundary: Sides[tuple[int, ...]]
+
+    @property
+    def empty(self) -> bool:
+        """Whether neither side has an op of its own here."""
+        return not self.ops.left and not self.ops.right
+
+
+def region_of(case: Case, left: int, right: int) -> Region:
+    """The region behind two values that no one pair made."""
+    a = ancestry(case.left.contents, left, case.pairing.right_of)
+    b = ancestry(case.right.contents, right, case.pairing.left_of)
+    return Region(Sides(a.ops, b.ops), Sides(a.boundary, b.boundary))
+
+
+def representative(
+    case: Case, region: Region, consumer: Sides[int | None], *, nonfinite: bool
+) -> Sides[int | None]:
+    """The op that stands for a region.
+
+    The first that makes NaN or infinities, if those are what differs; else the first random draw; else
+    the first op that computes on the side that has fewer of them (the fused one); else the op that
+    reads what comes out.
+    """
+    sides = ((case.left, region.ops.left), (case.right, region.ops.right))
+    if nonfinite:
+        for number, (side, ops) in enumerate(sides):
+            first = next((op for op in ops if makes_nonfinite(side, op)), None)
+            if first is not None:
+                return _on(number, first)
+    for number, (side, ops) in enumerate(sides):
+        first = next((op for op in ops if draws(side, op)), None)
+        if first is not None:
+            return _on(number, first)
+    computing = [_computing(side, ops) for side, ops in sides]
+    if len(computing[0]) == len(computing[1]) == 1:
+        return Sides(computing[0][0], computing[1][0])
+    fewer = 0 if len(computing[0]) <= len(computing[1]) else 1
+    if computing[fewer]:
+        return _on(fewer, computing[fewer][0])
+    if consumer.left is not None or consumer.right is not None:
+        return consumer
+    other = computing[1 - fewer]
+    return _on(1 - fewer, other[0]) if other else consumer
+
+
+def _computing(side: Side, ops: Sequence[int]) -> list[int]:
+    return [op for op in ops if computes(side, op)]
+
+
+def _on(side: int, op: int) -> Sides[int | None]:
+    return Sides(op, None) if side == 0 else Sides(None, op)
+
+
+def unseen_results(case: Case, region: Region, left: int, right: int) -> Region:
+    """Add what a side ran without counterpart, where a value came from code that the dispatcher does not see.
+
+    Compiled code shows some of its ops; the value that it returns has no maker.
+    """
+    ops = [region.ops.left, region.ops.right]
+    for number, (side, value, partner) in enumerate(
+        ((case.left, left, case.pairing.right_of), (case.right, right, case.pairing.left_of))
+    ):
+        state = side.contents.states.of[value]
+        if ops[number] or side.contents.states.writer[state] >= 0 or side.leaves.of(value):
+            continue
+        compiled = [
+            op
+            for op in range(len(side.trace.ops))
+            if partner[op] < 0 and side.trace.ops.flags[op] & COMPILED
+        ]
+        ops[number] = tuple(compiled)
+    return Region(Sides(ops[0], ops[1]), region.boundary)

@@ -1,0 +1,321 @@
+"""Find every independent origin: leaves first, then pairs in the order of the left run, then results."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+
+from opdrift.case import Case
+from opdrift.contents import Flags
+from opdrift.flow import reaching
+from opdrift.origins import leaves as leaf_origins
+from opdrift.origins.kinds import draws
+from opdrift.origins.model import Origin
+from opdrift.origins.regions import Region, representative
+from opdrift.origins.slots import SlotJudge
+from opdrift.records import ArgumentDifference, Leaf, Sides
+from opdrift.sinks import Sink, find_sinks
+from opdrift.tracefile.reader import Ints
+
+#: After this many origins the search stops: the programs have little in common.
+MANY: Final = 200
+#: Arguments that say how large or where, not how: they follow from the shapes of the inputs.
+_SHAPES: Final = frozenset(
+    ["size", "sizes", "shape", "stride", "split_size", "split_sizes", "start", "end", "length", "dim", "index", "output_size", "normalized_shape"]
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What the search brought.
+
+    Attributes:
+        origins: Leaves in the order of their first use, then the others in the order of the left run.
+        receivers: Rows of pairs whose outputs differ because their inputs do.
+        sinks: Results of the runs.
+        unused: Leaves that differ and have no part in any result that differs.
+        stopped: The search was cut short.
+        live: Which ops have a part in a result that differs; None if every op counts.
+    """
+
+    origins: tuple[Origin, ...]
+    receivers: Ints
+    sinks: tuple[Sink, ...]
+    unused: tuple[tuple[Leaf, Leaf], ...]
+    stopped: bool
+    live: Sides[bytearray | None]
+
+
+def find_origins(case: Case, *, whole: bool, samples: bool = False) -> Found:
+    """Find all origins.
+
+    Args:
+        case: Two paired traces.
+        whole: Both traces are complete, so that their results are known; else every op counts.
+        samples: One sample of each run's batch is asked for: tensors of different size do not count.
+    """
+    sinks = find_sinks(case.compared, case.left.leaves, case.right.leaves) if whole else []
+    differing = [s for s in sinks if s.differs]
+    if whole and not differing:
+        unused = tuple(leaf_origins.differing(case))
+        return Found((), np.zeros(0, np.int64), tuple(sinks), unused, False, Sides(None, None))
+    live = _live(case, differing) if whole else Sides(None, None)
+    starts, unused_pairs = leaf_origins.find(case, live)
+    judge = SlotJudge(case)
+    for origin in starts:
+        judge.report(origin)
+    made = leaf_origins.maker_ops(case, starts)
+    origins = list(starts)
+    receivers: list[int] = []
+    stopped = False
+    for origin, row in _walk(case, judge, live, made):
+        if origin is None:
+            receivers.append(row)
+            continue
+        judge.report(origin)
+        origins.append(origin)
+        if len(origins) - len(starts) >= MANY:
+            stopped = True
+            break
+    rows = np.union1d(np.array(receivers, np.int64), _plain_receivers(case, live))
+    if not stopped:
+        for origin in _at_results(case, judge, differing, origins):
+            judge.report(origin)
+            origins.append(origin)
+        origins += _at_receivers(case, rows, {o.row for o in origins})
+    first = sorted((o for o in origins if o.kind == "leaf"), key=lambda o: o.order)
+    rest = sorted((o for o in origins if o.kind != "leaf"), key=lambda o: o.order)
+    return Found((*first, *rest), rows, tuple(sinks), tuple(unused_pairs), stopped, live)
+
+
+def _live(case: Case, sinks: list[Sink]) -> Sides[bytearray | None]:
+    return Sides(
+        reaching(case.left.contents, [s.left for s in sinks if s.left is not None]),
+        reaching(case.right.contents, [s.right for s in sinks if s.right is not None]),
+    )
+
+
+def _counts(case: Case, live: Sides[bytearray | None], rows: Ints) -> Ints:
+    """Those rows whose op has a part in a result that differs, on either side."""
+    if live.left is None or live.right is None:
+        return rows
+    left = np.frombuffer(live.left, np.uint8)[case.pairing.left[rows]]
+    right = np.frombuffer(live.right, np.uint8)[case.pairing.right[rows]]
+    return rows[(left | right) != 0]
+
+
+# ---- pairs -----------------------------------------------------------------------------------------------
+
+
+def _walk(
+    case: Case, judge: SlotJudge, live: Sides[bytearray | None], made: Sides[set[int]]
+) -> Iterator[tuple[Origin | None, int]]:
+    """Origins at pairs, in order; None for a pair that turned out to be a receiver."""
+    compared = case.compared
+    tokens = case.left.contents.tokens
+    differs = np.zeros(len(case.pairing.left), np.bool_)
+    differs[compared.inputs.pair[compared.input_differs]] = True
+    open_slots = np.flatnonzero(compared.input_differs & ~compared.input_explained)
+    unexplained = np.zeros(len(differs), np.bool_)
+    unexplained[compared.inputs.pair[open_slots]] = True
+    i = case.pairing.left
+    # a view or a constant that differs is judged where it is used
+    passive = tokens.uninitialised[i] | tokens.factory[i] | tokens.view[i]
+    direct = compared.outputs_differ & ~differs & ~passive
+    indirect = compared.outputs_differ & unexplained & ~tokens.view[case.pairing.left]
+    slots: dict[int, list[int]] = defaultdict(list)
+    for slot in open_slots.tolist():
+        slots[int(compared.inputs.pair[slot])].append(slot)
+    for row in _counts(case, live, np.flatnonzero(direct | indirect)).tolist():
+        if direct[row]:
+            origin = _direct(case, row)
+            if origin.op.left not in made.left or origin.op.right not in made.right:
+                yield origin, row
+            continue
+        found = None
+        for slot in slots[row]:
+            inputs = compared.inputs
+            found = judge.judge(
+                int(inputs.left[slot]), int(inputs.right[slot]), row, int(inputs.position[slot])
+            )
+            if found is not None:
+                yield found, row
+        if found is None:
+            yield None, row
+
+
+def _direct(case: Case, row: int) -> Origin:
+    """A pair with equal inputs and other outputs."""
+    compared, pairing = case.compared, case.pairing
+    i, j = int(pairing.left[row]), int(pairing.right[row])
+    slot, values = _first_output(case, row)
+    return Origin(
+        kind="op",
+        story="op",
+        op=Sides(i, j),
+        row=row,
+        values=values,
+        slot=slot,
+        order=float(i),
+        settings=case.settings(i, j) if compared.settings_differ[row] else (),
+        inputs_match=True if compared.inputs_known[row] else None,
+    )
+
+
+def _first_output(case: Case, row: int) -> tuple[int | None, Sides[int | None]]:
+    outputs = case.compared.outputs
+    start, end = (
+        np.searchsorted(outputs.pair, [row, row + 1]) if _is_sorted(outputs.pair) else (0, 0)
+    )
+    places = range(int(start), int(end)) if end else np.flatnonzero(outputs.pair == row).tolist()
+    for place in places:
+        if outputs.status[place] == 2:
+            values: Sides[int | None] = Sides(int(outputs.left[place]), int(outputs.right[place]))
+            return int(outputs.position[place]), values
+    return None, Sides(None, None)
+
+
+def _is_sorted(values: Ints) -> bool:
+    return bool(np.all(values[1:] >= values[:-1]))
+
+
+def _plain_receivers(case: Case, live: Sides[bytearray | None]) -> Ints:
+    """Pairs all of whose differing inputs are explained by pairs before them."""
+    compared = case.compared
+    differs = np.zeros(len(case.pairing.left), np.bool_)
+    differs[compared.inputs.pair[compared.input_differs]] = True
+    unexplained = np.zeros(len(differs), np.bool_)
+    unexplained[compared.inputs.pair[compared.input_differs & ~compared.input_explained]] = True
+    view: Flags = case.left.contents.tokens.view[case.pairing.left]
+    rows = np.flatnonzero(compared.outputs_differ & differs & ~unexplained & ~view)
+    return _counts(case, live, rows)
+
+
+# ---- receivers that are origins too ------------------------------------------------------------------------
+
+
+def _at_receivers(case: Case, rows: Ints, taken: set[int]) -> list[Origin]:
+    """Receivers whose arguments differ as well, or that make NaN of finite inputs on one side only."""
+    found: list[Origin] = []
+    differing = rows[case.compared.settings_differ[rows]]
+    for row in differing[:MANY].tolist():
+        if row in taken:
+            continue
+        settings = tuple(s for s in _direct(case, row).settings if _is_setting(s))
+        if settings and _same_shapes(case, row):
+            taken.add(row)
+            found.append(
+                replace(_direct(case, row), story="settings", settings=settings, inputs_match=False)
+            )
+    for row in _newly_nonfinite(case, rows)[:MANY].tolist():
+        if row not in taken:
+            found.append(replace(_direct(case, row), story="nonfinite", inputs_match=False))
+    return found
+
+
+def _is_setting(difference: ArgumentDifference) -> bool:
+    return difference.name not in _SHAPES
+
+
+def _same_shapes(case: Case, row: int) -> bool:
+    i, j = int(case.pairing.left[row]), int(case.pairing.right[row])
+    a = [case.left.trace.meta(v).shape for v in case.left.op(i).inputs]
+    b = [case.right.trace.meta(v).shape for v in case.right.op(j).inputs]
+    return a == b and case.left.name(i) == case.right.name(j)
+
+
+def _newly_nonfinite(case: Case, rows: Ints) -> Ints:
+    """Rows at which one side has non-finite outputs that its inputs do not have, and the other has not."""
+    counts = _nonfinite(case.left.contents), _nonfinite(case.right.contents)
+    total = len(case.pairing.left)
+
+    def any_of(pairs: Ints, flags: Flags) -> Flags:
+        found = np.zeros(total, np.bool_)
+        found[pairs[flags]] = True
+        return found
+
+    inputs, outputs = case.compared.inputs, case.compared.outputs
+    out_left = any_of(outputs.pair, counts[0][outputs.left] > 0)
+    out_right = any_of(outputs.pair, counts[1][outputs.right] > 0)
+    in_any = any_of(inputs.pair, (counts[0][inputs.left] > 0) | (counts[1][inputs.right] > 0))
+    hits = (out_left != out_right) & ~in_any
+    return rows[hits[rows]]
+
+
+def _nonfinite(contents: object) -> Ints:
+    """Non-finite elements of each value, or of the largest one in its state."""
+    from opdrift.contents import Contents
+
+    assert isinstance(contents, Contents)
+    prints = contents.trace.fingerprints
+    total = prints.number("nan") + prints.number("pinf") + prints.number("ninf")
+    row = contents.trace.values.fingerprint
+    base = contents.states.base[contents.states.of]
+    source = np.where(row >= 0, row, np.where(base >= 0, row[base], -1))
+    padded = np.concatenate([total.astype(np.int64), np.zeros(1, np.int64)])
+    found: Ints = padded[source]
+    return found
+
+
+# ---- results -----------------------------------------------------------------------------------------------
+
+
+def _at_results(
+    case: Case, judge: SlotJudge, sinks: list[Sink], origins: list[Origin]
+) -> Iterator[Origin]:
+    """Results that differ though no pair that made them does."""
+    known = len(origins)
+    for sink in sinks:
+        if sink.left is None or sink.right is None:
+            continue
+        row = case.compared.made_by_one_pair(sink.left, sink.right)
+        if row >= 0 and case.compared.tainted[row]:
+            continue
+        found = judge.judge(sink.left, sink.right, -1, None)
+        if found is not None:
+            known += 1
+            yield found
+    if not known:
+        yield _everything(case, sinks)
+
+
+def _everything(case: Case, sinks: list[Sink]) -> Origin:
+    """Results differ, and nothing that both runs have does: what only one of them has."""
+    live = _live(case, sinks)
+    assert live.left is not None
+    assert live.right is not None
+    left = tuple(int(i) for i in np.flatnonzero(case.pairing.right_of < 0) if live.left[i])
+    right = tuple(int(i) for i in np.flatnonzero(case.pairing.left_of < 0) if live.right[i])
+    region = Region(Sides(left, right), Sides((), ()))
+    first = next((s for s in sinks if s.left is not None and s.right is not None), sinks[0])
+    stands = representative(case, region, Sides(None, None), nonfinite=False)
+    return Origin(
+        kind="structure",
+        story="region",
+        op=stands,
+        row=-1,
+        values=Sides(first.left, first.right),
+        slot=None,
+        order=leaf_origins.order_of(case, stands),
+        region=region.ops,
+    )
+
+
+def random_draws(case: Case) -> Sides[list[int]]:
+    """Ops of each side that really draw random numbers, in order."""
+    return Sides(
+        [
+            int(i)
+            for i in np.flatnonzero(case.left.contents.tokens.seeded)
+            if draws(case.left, int(i))
+        ],
+        [
+            int(i)
+            for i in np.flatnonzero(case.right.contents.tokens.seeded)
+            if draws(case.right, int(i))
+        ],
+    )

@@ -1,0 +1,309 @@
+"""Explain two corresponding values that differ although no one pair of ops made them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from opdrift.case import Case, Side
+from opdrift.origins.leaves import order_of
+from opdrift.origins.model import Origin
+from opdrift.origins.regions import Region, region_of, representative, unseen_results
+from opdrift.pairs import EQUAL
+from opdrift.records import Leaf, Sides
+
+#: How many earlier writes of a storage are looked at for one that the other run stopped at.
+_LOOK_BACK = 64
+
+
+class SlotJudge:
+    """Decides for one value after another; remembers what has been reported."""
+
+    def __init__(self, case: Case) -> None:
+        self._case = case
+        self._leaf_states: Sides[set[int]] = Sides(set(), set())
+        self._ops: Sides[set[int]] = Sides(set(), set())
+        self._judged: set[tuple[int, int]] = set()
+
+    def report(self, origin: Origin) -> None:
+        """What an origin stands for explains everything that follows from it."""
+        self._ops.left.update(origin.region.left)
+        self._ops.right.update(origin.region.right)
+        if origin.story == "written":
+            for op, known in ((origin.op.left, self._ops.left), (origin.op.right, self._ops.right)):
+                if op is not None:
+                    known.add(op)
+        if origin.kind in ("leaf", "hidden-write"):
+            for side, value, known in (
+                (self._case.left, origin.values.left, self._leaf_states.left),
+                (self._case.right, origin.values.right, self._leaf_states.right),
+            ):
+                if value is not None:
+                    known.add(int(side.contents.states.of[value]))
+
+    def judge(self, left: int, right: int, row: int, position: int | None) -> Origin | None:
+        """The origin behind a value that differs, or None if one that was reported explains it.
+
+        Args:
+            left: Left value.
+            right: Right value.
+            row: Row of the pair that reads them; -1 for a result.
+            position: Position among that pair's inputs.
+        """
+        states = self._states(left, right)
+        if states in self._judged:
+            return None
+        self._judged.add(states)
+        seen = _Seen(row, position, self._consumer(row))
+        writers = self._writers(states)
+        if writers == (-1, -1) and (found := self._between_leaves(left, right, seen)) is not None:
+            return None if found == "explained" else found
+        made_by = self._constant(left, right)
+        if made_by >= 0:
+            return self._factory(left, right, made_by, seen)
+        written = self._written(left, right, seen)
+        if written is not None:
+            return written
+        return self._region(left, right, seen)
+
+    # ---- leaves ----------------------------------------------------------------------------------------
+
+    def _between_leaves(self, left: int, right: int, seen: _Seen) -> Origin | str | None:
+        """Both values are leaves, or parts of leaves."""
+        case = self._case
+        states = self._states(left, right)
+        if states[0] in self._leaf_states.left or states[1] in self._leaf_states.right:
+            return "explained"
+        rows = case.left.leaves.of(left), case.right.leaves.of(right)
+        if not rows[0] or not rows[1]:
+            return None
+        module = self._module(seen)
+        best = Sides(case.left.leaves.best(left, module), case.right.leaves.best(right, module))
+        assert best.left is not None
+        assert best.right is not None
+        shared = {leaf.name for leaf in rows[0] if leaf.name} & {leaf.name for leaf in rows[1]}
+        if shared and best.left.name not in shared:
+            best = _named(rows, sorted(shared)[0])
+        if any(leaf.when == "changed" for leaf in (*rows[0], *rows[1])):
+            return self._origin("hidden-write", "hidden-write", left, right, seen, leaf=best)
+        if not shared and self._both_have_both(best):
+            return self._origin("structure", "other-source", left, right, seen, leaf=best)
+        assert best.left is not None
+        assert best.right is not None
+        values = Sides(best.left.value, best.right.value)
+        return self._origin("leaf", "leaf", values.left, values.right, seen, leaf=best)
+
+    def _both_have_both(self, leaf: Sides[Leaf | None]) -> bool:
+        """Whether each run has the other's leaf too, with the same content: they read different ones."""
+        assert leaf.left is not None
+        assert leaf.right is not None
+        left, right = self._case.left.leaves.by_name, self._case.right.leaves.by_name
+        theirs, ours = right.get(leaf.left.name), left.get(leaf.right.name)
+        if not leaf.left.name or not leaf.right.name or not theirs or not ours:
+            return False
+        return self._equal(leaf.left.value, theirs[0].value) and self._equal(
+            ours[0].value, leaf.right.value
+        )
+
+    # ---- ops -------------------------------------------------------------------------------------------
+
+    def _constant(self, left: int, right: int) -> int:
+        """Row of the constant factory, or of the view of equal tensors, behind two values; -1 if there is none."""
+        compared, tokens = self._case.compared, self._case.left.contents.tokens
+        while (row := compared.made_by_one_pair(left, right)) >= 0:
+            op = int(self._case.pairing.left[row])
+            if tokens.factory[op]:
+                return row
+            if not tokens.view[op]:
+                return -1
+            sources = (
+                int(self._case.left.trace.ops.inputs[op][0]),
+                int(self._case.right.trace.ops.inputs[int(self._case.pairing.right[row])][0]),
+            )
+            if self._equal(*sources):
+                return row
+            if sources == (left, right):
+                return -1
+            left, right = sources
+        return -1
+
+    def _factory(self, left: int, right: int, row: int, seen: _Seen) -> Origin:
+        """A constant that the program makes differs: judged at its first use, with the constant's arguments."""
+        pairing = self._case.pairing
+        made = int(pairing.left[row]), int(pairing.right[row])
+        settings = self._case.settings(*made)
+        found = self._origin(
+            "op",
+            "factory",
+            left,
+            right,
+            seen,
+            region=Region(Sides((made[0],), (made[1],)), Sides((), ())),
+        )
+        return replace(found, settings=settings)
+
+    def _written(self, left: int, right: int, seen: _Seen) -> Origin | None:
+        """One run wrote once more into a tensor that the other only reads."""
+        case = self._case
+        for number in (0, 1):
+            side, value = ((case.left, left), (case.right, right))[number]
+            contents = side.contents
+            state = int(contents.states.of[value])
+            later: list[int] = []
+            for _ in range(_LOOK_BACK):
+                writer = int(contents.states.writer[state])
+                earlier = int(contents.states.before[state])
+                if writer < 0 or earlier < 0:
+                    break
+                later.append(writer)
+                state = earlier
+                if self._same_before(number, state, left, right):
+                    first = later[-1]
+                    return self._write_origin(number, first, left, right, seen)
+        return None
+
+    def _same_before(self, number: int, state: int, left: int, right: int) -> bool:
+        """Whether a run's tensor was, at an earlier state, what the other run reads."""
+        case = self._case
+        if number == 0:
+            early, other = case.left.contents.value_of_state(state), right
+            pair = (early, other)
+        else:
+            early, other = case.right.contents.value_of_state(state), left
+            pair = (other, early)
+        if case.compared.made_by_one_pair(*pair) >= 0:
+            return True
+        names = (
+            {leaf.name for leaf in case.left.leaves.of(pair[0])},
+            {leaf.name for leaf in case.right.leaves.of(pair[1])},
+        )
+        return bool((names[0] & names[1]) - {""})
+
+    def _write_origin(
+        self, number: int, writer: int, left: int, right: int, seen: _Seen
+    ) -> Origin | None:
+        if writer in (self._ops.left, self._ops.right)[number]:
+            return None
+        case = self._case
+        partner = int((case.pairing.right_of, case.pairing.left_of)[number][writer])
+        other = partner if partner >= 0 else None
+        ops = Sides(writer, other) if number == 0 else Sides(other, writer)
+        region = Region(
+            Sides((writer,), ()) if number == 0 else Sides((), (writer,)), Sides((), ())
+        )
+        kind = "op" if other is not None else "structure"
+        return self._origin(kind, "written", left, right, seen, region=region, op=ops)
+
+    def _region(self, left: int, right: int, seen: _Seen) -> Origin | None:
+        """The runs made the values in different ways."""
+        case = self._case
+        region = unseen_results(case, region_of(case, left, right), left, right)
+        if self._ops.left.intersection(region.ops.left) or self._ops.right.intersection(
+            region.ops.right
+        ):
+            return None
+        limit = order_of(case, seen.consumer)
+        if any(self._tainted(case.left, 0, v, limit) for v in region.boundary.left):
+            return None
+        if any(self._tainted(case.right, 1, v, limit) for v in region.boundary.right):
+            return None
+        if region.empty:
+            return self._origin("structure", "other-source", left, right, seen, region=region)
+        nonfinite = case.left.nonfinite(left) != case.right.nonfinite(right)
+        stands = representative(case, region, seen.consumer, nonfinite=nonfinite)
+        return self._origin("structure", "region", left, right, seen, region=region, op=stands)
+
+    def _tainted(self, side: Side, number: int, value: int, limit: float) -> bool:
+        """Whether a value at the edge of a region differs already, for a reason found before."""
+        case = self._case
+        contents = side.contents
+        state = int(contents.states.of[value])
+        known = (self._leaf_states.left, self._leaf_states.right)[number]
+        if state in known:
+            return True
+        for op in (int(contents.producer[value]), int(contents.states.writer[state])):
+            if op < 0:
+                continue
+            rows = (case.compared.row_of_left, case.compared.row_of_right)[number]
+            row = int(rows[op])
+            if row >= 0 and case.compared.tainted[row] and float(case.pairing.left[row]) < limit:
+                return True
+            if op in (self._ops.left, self._ops.right)[number]:
+                return True
+        return False
+
+    # ---- helpers ---------------------------------------------------------------------------------------
+
+    def _origin(
+        self,
+        kind: object,
+        story: object,
+        left: int,
+        right: int,
+        seen: _Seen,
+        *,
+        leaf: Sides[Leaf | None] = Sides(None, None),
+        region: Region | None = None,
+        op: Sides[int | None] | None = None,
+    ) -> Origin:
+        stands = op or seen.consumer
+        order = order_of(self._case, stands)
+        if stands.left is None and seen.consumer.left is not None:
+            order = min(order, seen.consumer.left - 0.5)
+        return Origin(
+            kind=kind,  # type: ignore[arg-type]
+            story=story,  # type: ignore[arg-type]
+            op=stands,
+            row=seen.row,
+            values=Sides(left, right),
+            slot=seen.position,
+            order=order,
+            leaf=leaf,
+            region=region.ops if region else Sides((), ()),
+            boundary=region.boundary if region else Sides((), ()),
+            inputs_match=False,
+        )
+
+    def _consumer(self, row: int) -> Sides[int | None]:
+        if row < 0:
+            return Sides(None, None)
+        pairing = self._case.pairing
+        return Sides(int(pairing.left[row]), int(pairing.right[row]))
+
+    def _module(self, seen: _Seen) -> str:
+        return "" if seen.consumer.left is None else self._case.left.module(seen.consumer.left)
+
+    def _states(self, left: int, right: int) -> tuple[int, int]:
+        return (
+            int(self._case.left.contents.states.of[left]),
+            int(self._case.right.contents.states.of[right]),
+        )
+
+    def _writers(self, states: tuple[int, int]) -> tuple[int, int]:
+        return (
+            int(self._case.left.contents.states.writer[states[0]]),
+            int(self._case.right.contents.states.writer[states[1]]),
+        )
+
+    def _equal(self, left: int, right: int) -> bool:
+        status = self._case.compared.status(np.array([left]), np.array([right]))
+        return int(status[0]) == EQUAL
+
+
+class _Seen:
+    """Where two values were seen to differ: the pair that reads them."""
+
+    __slots__ = ("consumer", "position", "row")
+
+    def __init__(self, row: int, position: int | None, consumer: Sides[int | None]) -> None:
+        self.row = row
+        self.position = position
+        self.consumer = consumer
+
+
+def _named(rows: tuple[list[Leaf], list[Leaf]], name: str) -> Sides[Leaf | None]:
+    return Sides(
+        next(leaf for leaf in rows[0] if leaf.name == name),
+        next(leaf for leaf in rows[1] if leaf.name == name),
+    )

@@ -1,0 +1,331 @@
+"""How large an origin is, what rounding explains there, and whether it is material."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from opdrift.bounds import Bound, explained, gain_limit
+from opdrift.case import Case, Side
+from opdrift.compare import Difference, difference
+from opdrift.origins.kinds import draws
+from opdrift.origins.model import Origin
+from opdrift.records import Amplifier, Sides
+from opdrift.settings import describe
+from opdrift.tracefile.reader import Ints
+
+#: Receivers whose sizes are looked at one by one; with more, an even choice of them.
+_RECEIVERS: Final = 3_000
+#: Ops of a region whose bounds are added up.
+_REGION: Final = 500
+_WHOLE_NUMBERS: Final = ("int", "uint", "bool")
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """A difference that the user allows: atol + rtol * the largest magnitude, as in torch.allclose."""
+
+    rtol: float = 0.0
+    atol: float = 0.0
+
+    def allows(self, found: Difference, largest: float) -> bool:
+        """Whether a difference stays within it."""
+        return found.max_abs is not None and found.max_abs <= self.atol + self.rtol * largest
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """An origin's size.
+
+    Attributes:
+        difference: Between its values, None where they cannot be compared.
+        bound: What rounding explains at its op.
+        limit: The largest relative difference that counts as rounding.
+        material: Not explained by rounding.
+        same_kernel: Both sides are known to have run the same kernel.
+    """
+
+    difference: Difference | None
+    bound: Bound | None
+    limit: float | None
+    material: bool
+    same_kernel: bool = False
+
+
+def size_of(case: Case, origin: Origin, tolerance: Tolerance | None) -> Size:
+    """The size of an origin."""
+    found = _difference(case, origin)
+    if origin.kind in ("leaf", "hidden-write"):
+        return Size(found, None, None, not _tolerated(case, origin, found, tolerance))
+    if tolerance is not None and _tolerated(case, origin, found, tolerance):
+        return Size(found, None, None, material=False)
+    if origin.story in ("written", "other-source", "settings", "nonfinite", "factory", "amplified"):
+        bound = _bound(case, origin) if origin.story in ("settings", "amplified") else None
+        return Size(found, bound, bound.loose if bound else None, material=True)
+    if origin.story == "region":
+        return _region_size(case, origin, found)
+    return _op_size(case, origin, found)
+
+
+def _difference(case: Case, origin: Origin) -> Difference | None:
+    left, right = origin.values.left, origin.values.right
+    if left is None or right is None:
+        return None
+    return measure(case, left, right)
+
+
+def measure(case: Case, left: int, right: int) -> Difference | None:
+    """The difference of two values, None where one of them was not fingerprinted."""
+    a, b = case.left.fingerprint(left), case.right.fingerprint(right)
+    if a is None or b is None:
+        # two views that lie alike in storages whose contents are known: the storages' difference
+        a, b = case.left.nearest_fingerprint(left), case.right.nearest_fingerprint(right)
+        if a is None or b is None or a.n != b.n or not _lie_alike(case, left, right):
+            return None
+    return difference(a, b)
+
+
+def _lie_alike(case: Case, left: int, right: int) -> bool:
+    a, b = case.left.trace, case.right.trace
+    return a.meta(left).shape == b.meta(right).shape and a.meta(left).stride == b.meta(right).stride
+
+
+def _tolerated(
+    case: Case, origin: Origin, found: Difference | None, tolerance: Tolerance | None
+) -> bool:
+    if tolerance is None or found is None or origin.values.left is None:
+        return False
+    left = case.left.nearest_fingerprint(origin.values.left)
+    return left is not None and not found.nonfinite_changed and tolerance.allows(found, left.absmax)
+
+
+# ---- ops -----------------------------------------------------------------------------------------------
+
+
+def _op_size(case: Case, origin: Origin, found: Difference | None) -> Size:
+    op = origin.op
+    assert op.left is not None
+    assert op.right is not None
+    bound = _bound(case, origin)
+    if origin.settings or draws(case.left, op.left) or draws(case.right, op.right):
+        return Size(found, bound, bound.loose if bound else None, material=True)
+    if found is None or bound is None or not found.comparable or found.relative is None:
+        return Size(found, bound, None, material=True)
+    if found.nonfinite_changed or _whole_numbers(case.left, origin.values.left):
+        return Size(found, bound, 0.0, material=True)
+    same = same_kernel(case, op.left, op.right)
+    limit = bound.limit(same_kernel=same, sparsity=found.sparsity)
+    if bound.cannot_judge:
+        return Size(found, bound, limit, material=False, same_kernel=same)
+    return Size(found, bound, limit, found.relative > limit, same)
+
+
+def _bound(case: Case, origin: Origin) -> Bound | None:
+    """The wider of both sides' bounds."""
+    bounds = []
+    for side, op in ((case.left, origin.op.left), (case.right, origin.op.right)):
+        if op is not None and len(side.trace.ops.outputs[op]):
+            slot = min(origin.slot or 0, len(side.trace.ops.outputs[op]) - 1)
+            bounds.append(explained(side.views[op], slot if origin.story != "factory" else 0))
+    return max(bounds, key=lambda b: b.loose) if bounds else None
+
+
+def _whole_numbers(side: Side, value: int | None) -> bool:
+    return value is not None and side.trace.meta(value).dtype.startswith(_WHOLE_NUMBERS)
+
+
+def same_kernel(case: Case, left: int, right: int) -> bool:
+    """Whether both sides are known to have run the same kernel on the same number of threads."""
+    a, b = case.left.pick(left), case.right.pick(right)
+    if a is None or b is None or a.source not in ("verbose", "profiler"):
+        return False
+    return (a.name, a.library) == (b.name, b.library) and threads(case.left) == threads(case.right)
+
+
+def threads(side: Side) -> object:
+    """Number of threads that the header or the last mark says."""
+    found = side.trace.header.flags.get("num_threads")
+    for mark in side.trace.marks:
+        if mark.kind in ("flag", "flags") and "num_threads" in mark.fields:
+            found = mark.fields["num_threads"]
+    return found
+
+
+# ---- regions ---------------------------------------------------------------------------------------------
+
+
+def _region_size(case: Case, origin: Origin, found: Difference | None) -> Size:
+    """Rounding explains the sum of what it explains at the ops that one side has, and at the reader."""
+    total = 0.0
+    widest: Bound | None = None
+    judged = False
+    for side, ops in ((case.left, origin.region.left), (case.right, origin.region.right)):
+        for op in ops[:_REGION]:
+            if side.contents.tokens.view[op] or not len(side.trace.ops.outputs[op]):
+                continue
+            bound = explained(side.views[op], 0)
+            if not bound.cannot_judge:
+                total += bound.loose
+                judged = True
+            if widest is None or bound.loose > widest.loose:
+                widest = bound
+    nonfinite = found is not None and found.nonfinite_changed
+    if found is None and origin.row >= 0:
+        found, reader = _at_reader(case, origin.row)
+        total += reader
+        nonfinite = nonfinite or (found is not None and found.nonfinite_changed)
+    if found is None or not found.comparable or found.relative is None or nonfinite:
+        return Size(found, widest, None, material=True)
+    if _whole_numbers(case.left, origin.values.left) or not judged:
+        return Size(found, widest, total, material=True)
+    if _narrowed(case, origin):
+        return Size(found, widest, total, material=True)
+    return Size(found, widest, total, found.relative > total)
+
+
+def _at_reader(case: Case, row: int) -> tuple[Difference | None, float]:
+    """The difference of what the reader of a region returns, and what rounding explains there."""
+    i, j = int(case.pairing.left[row]), int(case.pairing.right[row])
+    outputs = case.compared.outputs
+    for place in np.flatnonzero(outputs.pair == row).tolist():
+        found = measure(case, int(outputs.left[place]), int(outputs.right[place]))
+        if found is not None:
+            bounds = explained(case.left.views[i], 0), explained(case.right.views[j], 0)
+            limits = [b.loose for b in bounds if math.isfinite(b.loose)]
+            return found, max(limits, default=0.0)
+    return None, 0.0
+
+
+def _narrowed(case: Case, origin: Origin) -> bool:
+    """Whether one side computes the region in a narrower type than the other: a choice, no rounding."""
+    widths = [
+        {
+            side.trace.meta(int(v)).dtype
+            for op in ops
+            if not side.contents.tokens.view[op]
+            for v in side.trace.ops.outputs[op]
+        }
+        for side, ops in ((case.left, origin.region.left), (case.right, origin.region.right))
+    ]
+    narrow = [{d for d in dtypes if d in NARROW} for dtypes in widths]
+    return bool(narrow[0]) != bool(narrow[1])
+
+
+#: Types of 16 bits and less.
+NARROW: Final = frozenset(
+    ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"]
+)
+
+
+# ---- receivers -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """Sizes at one receiver.
+
+    Attributes:
+        row: Row of the pair.
+        before: The largest relative difference among its inputs.
+        after: That of its output.
+    """
+
+    row: int
+    before: float | None
+    after: float | None
+
+
+def receivers(case: Case, rows: Ints) -> tuple[list[Received], list[Amplifier], list[Received]]:
+    """Sizes along the run, amplifiers, and receivers whose inputs do not explain their output."""
+    step = max(1, -(-len(rows) // _RECEIVERS))
+    chosen = rows[::step]
+    inputs, outputs = case.compared.inputs, case.compared.outputs
+    order_in, order_out = (np.argsort(s.pair, kind="stable") for s in (inputs, outputs))
+    sorted_in, sorted_out = inputs.pair[order_in], outputs.pair[order_out]
+    memo: dict[tuple[int, int], float | None] = {}
+
+    def relative(left: int, right: int) -> float | None:
+        key = left, right
+        if key not in memo:
+            found = measure(case, left, right)
+            memo[key] = None if found is None or not found.comparable else found.relative
+        return memo[key]
+
+    sizes: list[Received] = []
+    amplifiers: list[Amplifier] = []
+    unexplained: list[Received] = []
+    for row in chosen.tolist():
+        a, b = np.searchsorted(sorted_out, [row, row + 1])
+        after = _largest(
+            relative(int(outputs.left[k]), int(outputs.right[k])) for k in order_out[a:b]
+        )
+        a, b = np.searchsorted(sorted_in, [row, row + 1])
+        before = _largest(
+            relative(int(inputs.left[k]), int(inputs.right[k]))
+            for k in order_in[a:b]
+            if case.compared.input_differs[k]
+        )
+        received = Received(row, before, after)
+        sizes.append(received)
+        if before is None or after is None or not 0 < before < math.inf or after <= 4 * before:
+            continue
+        found, alarming = _amplifier(case, received, before, after)
+        if found is not None:
+            amplifiers.append(found)
+        if alarming:
+            unexplained.append(received)
+    return sizes, amplifiers, unexplained
+
+
+def _largest(values: object) -> float | None:
+    found = [v for v in values if v is not None]  # type: ignore[attr-defined]
+    return max(found, default=None)
+
+
+def _amplifier(
+    case: Case, received: Received, before: float, after: float
+) -> tuple[Amplifier | None, bool]:
+    """Rule of notes diagnosis 2: beyond min(formula, cap) it amplifies, beyond the formula it is unexplained."""
+    i, j = int(case.pairing.left[received.row]), int(case.pairing.right[received.row])
+    view = case.left.views[i]
+    bound, gain = explained(view, 0), gain_limit(view, 0)
+    local = bound.loose if math.isfinite(bound.loose) else math.inf
+    if after <= min(gain.formula, gain.cap) * before + local:
+        return None, False
+    amplifier = Amplifier(
+        op=case.left.name(i),
+        module=case.left.module(i),
+        seq=Sides(case.left.seq(i), case.right.seq(j)),
+        input_difference=before,
+        output_difference=after,
+        gain=after / before,
+    )
+    known = all(
+        status != 0
+        for status in case.compared.inputs.status[case.compared.inputs.pair == received.row]
+    )
+    beyond = after > gain.formula * before + local
+    return amplifier, beyond and known and not gain.discrete and not bound.cannot_judge
+
+
+def tensor(side: Side, value: int | None) -> str | None:
+    """Type and shape of a value in words."""
+    return None if value is None else str(side.trace.meta(value))
+
+
+__all__ = [
+    "NARROW",
+    "Received",
+    "Size",
+    "Tolerance",
+    "describe",
+    "measure",
+    "receivers",
+    "same_kernel",
+    "size_of",
+    "tensor",
+    "threads",
+]
