@@ -204,6 +204,24 @@ def test_flash_switched_off_is_the_reason(tmp_path: Path) -> None:
         assert refused(tmp_path / "t", q, q, q) == "flash attention was switched off"
 
 
+def test_flash_switched_off_during_the_run_is_the_reason(tmp_path: Path) -> None:
+    """A change of a flag is a mark; what counts is what was in force at the op."""
+    layer, q = torch.nn.Identity(), torch.randn(2, 4, 6, 8)
+
+    class Attention(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(x, x, x)
+
+    def run() -> None:
+        with sdpa_kernel(SDPBackend.MATH):
+            Attention()(layer(q))
+
+    trace, _ = recorded(tmp_path / "t", run, lambda: Attention()(q))
+    (region,) = attention_regions(trace)
+    assert trace.header.flags["sdp.flash"] is True
+    assert region_pick(trace, region).reason == "flash attention was switched off"
+
+
 def test_wherever_torch_chooses_math_a_reason_is_found(tmp_path: Path) -> None:
     """120 random calls: the op that ran and the rules agree in every one."""
     rng = random.Random(1)

@@ -10,11 +10,12 @@ from typing import Final
 
 from opdrift.picks.attention import AttentionRegion, attention_regions
 from opdrift.picks.cpu import flash_refusal, routine
+from opdrift.picks.settings import Settings
 from opdrift.picks.values import base_name
 from opdrift.records import Pick
 from opdrift.tracefile.reader import Trace
 
-__all__ = ["AttentionRegion", "attention_regions", "pick", "region_pick"]
+__all__ = ["AttentionRegion", "Settings", "attention_regions", "pick", "region_pick"]
 
 #: Op -> torch's name of the attention backend, and the library that the kernel comes from. Their backward
 #: ops carry the same names with `_backward`.
@@ -40,8 +41,11 @@ _FUSED: Final = {
 }
 
 
-def pick(trace: Trace, op_index: int) -> Pick | None:
-    """Which implementation the op at an index ran; None where there is no choice or it is not known."""
+def pick(trace: Trace, op_index: int, settings: Settings | None = None) -> Pick | None:
+    """Which implementation the op at an index ran; None where there is no choice or it is not known.
+
+    `settings` are those of the trace; who asks for many ops makes them once.
+    """
     name = trace.op_info(int(trace.ops.signature[op_index])).name
     op = base_name(name)
     if op in _FUSED:
@@ -53,7 +57,7 @@ def pick(trace: Trace, op_index: int) -> Pick | None:
     if op == "_safe_softmax":
         reason = "nothing but the math path of SDPA calls it"
         return Pick(name, "ATen", "MATH", reason, source="dispatcher")
-    return routine(trace, op_index)
+    return routine(trace, op_index, settings)
 
 
 def region_pick(trace: Trace, region: AttentionRegion) -> Pick:

@@ -7,9 +7,10 @@ does not hold a fact that decides, there is no answer.
 from __future__ import annotations
 
 import math
-from typing import Any, Final
+from typing import Final
 
 from opdrift.picks.attention import AttentionRegion
+from opdrift.picks.settings import Get, Settings
 from opdrift.picks.values import Flow, base_name
 from opdrift.records import Argument, Op, Pick, TensorMeta
 from opdrift.tracefile.reader import Trace
@@ -23,8 +24,11 @@ _REDUCED: Final = ("bfloat16", "float16")
 _FLASH_DTYPES: Final = ("float32", "float64", "bfloat16", "float16")
 
 
-def routine(trace: Trace, op_index: int) -> Pick | None:
-    """The library and routine of a matmul or convolution on a CPU; None for others, or if not known."""
+def routine(trace: Trace, op_index: int, settings: Settings | None = None) -> Pick | None:
+    """The library and routine of a matmul or convolution on a CPU; None for others, or if not known.
+
+    `settings` are those of the trace; who asks for many ops makes them once.
+    """
     name = base_name(trace.op_info(int(trace.ops.signature[op_index])).name)
     if name not in ("mm", "addmm", "bmm", "baddbmm", "convolution"):
         return None
@@ -32,22 +36,23 @@ def routine(trace: Trace, op_index: int) -> Pick | None:
     metas = [trace.meta(v) for v in op.inputs]
     if not metas or any(m.device != "cpu" for m in metas) or "mkl" not in trace.header.versions:
         return None
+    flag = (settings or Settings(trace)).before(op.seq)
     if name == "convolution":
-        return _convolution(op, metas, trace.header.flags)
+        return _convolution(op, metas, flag)
     left, right = metas[-2], metas[-1]
     if not (2 <= len(left.shape) == len(right.shape)):
         return None
     m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
     batch = left.shape[0] if len(left.shape) == 3 else None
-    return _product(op.name, left.dtype, m * n * k, batch, trace.header.flags)
+    return _product(op.name, left.dtype, m * n * k, batch, flag)
 
 
-def _product(name: str, dtype: str, size: int, batch: int | None, flags: Any) -> Pick | None:
+def _product(name: str, dtype: str, size: int, batch: int | None, flag: Get) -> Pick | None:
     total = size * (1 if batch is None else batch)
     if total == 0:
         return None
     sizes = "m n k" if batch is None else "batch m n k"
-    takes = _onednn_takes(dtype, flags)
+    takes = _onednn_takes(dtype, flag)
     if takes is None:
         return None
     if takes and total > _ONEDNN_ABOVE:
@@ -63,28 +68,28 @@ def _product(name: str, dtype: str, size: int, batch: int | None, flags: Any) ->
     return Pick(f"{name}: own loop", "ATen", None, why)
 
 
-def _onednn_takes(dtype: str, flags: Any) -> bool | None:
+def _onednn_takes(dtype: str, flag: Get) -> bool | None:
     """Whether torch hands products of this dtype to oneDNN; None if that depends on the CPU."""
-    if not flags.get("mkldnn.enabled", True):
+    if not flag("mkldnn.enabled", True):
         return False
     if dtype == "float32":
-        precision = flags.get("fp32_precision.mkldnn.matmul", "none")
+        precision = flag("fp32_precision.mkldnn.matmul", "none")
         return False if precision in ("none", "ieee", None) else None
     if dtype == "bfloat16":
-        return True if flags.get("cpu_capability") == "AVX512" else None
+        return True if flag("cpu_capability", None) == "AVX512" else None
     return None if dtype == "float16" else False
 
 
-def _convolution(op: Op, metas: list[TensorMeta], flags: Any) -> Pick | None:
+def _convolution(op: Op, metas: list[TensorMeta], flag: Get) -> Pick | None:
     """As `use_mkldnn` in aten/src/ATen/native/Convolution.cpp: else im2col and a product."""
     arguments = dict(op.signature.arguments)
     image, weight = metas[0], metas[1]
     if 0 in image.shape or arguments.get("transposed"):
         return None
-    if not flags.get("mkldnn.enabled", True):
+    if not flag("mkldnn.enabled", True):
         return None
     if image.dtype in _REDUCED:
-        takes = _onednn_takes(image.dtype, flags)
+        takes = _onednn_takes(image.dtype, flag)
         return (
             Pick(f"{op.name}: convolution", "oneDNN", None, f"always for {image.dtype}")
             if takes
@@ -94,7 +99,7 @@ def _convolution(op: Op, metas: list[TensorMeta], flags: Any) -> Pick | None:
         return Pick(
             f"{op.name}: im2col and GEMM", "ATen", None, f"oneDNN does not take {image.dtype}"
         )
-    why = _onednn_convolution(image, weight, arguments, int(flags.get("num_threads", 1)))
+    why = _onednn_convolution(image, weight, arguments, int(flag("num_threads", 1)))
     if why is not None:
         return Pick(f"{op.name}: convolution", "oneDNN", None, why)
     return Pick(f"{op.name}: im2col and SGEMM", "ATen", None, "one small image")
@@ -136,7 +141,8 @@ def flash_refusal(trace: Trace, region: AttentionRegion) -> str | None:
     query, key, value = (flow.meta(v) for v in (region.query, region.key, region.value))
     if query.device != "cpu":
         return None
-    if trace.header.flags.get("sdp.flash") is False:
+    flag = Settings(trace).before(int(trace.ops.seq[region.ops[0]]))
+    if flag("sdp.flash", True) is False:
         return "flash attention was switched off"
     mask = None if region.mask is None else flow.meta(region.mask)
     return (
