@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from opdrift.picks import attention_regions, pick, region_pick
 from opdrift.records import Pick
 from opdrift.render.page import Page, Screen
@@ -17,7 +19,7 @@ def picks_of(trace: Trace, ops: Sequence[int]) -> dict[int, Pick]:
     """Op index -> the implementation that ran, where that is known; an attention of several ops at its first."""
     asked = set(ops)
     found = {}
-    for region in attention_regions(trace):
+    for region in attention_regions(trace) if _near_softmax(trace, ops) else ():
         if region.ops[0] in asked:
             found[region.ops[0]] = region_pick(trace, region)
         asked.difference_update(region.ops)
@@ -26,6 +28,14 @@ def picks_of(trace: Trace, ops: Sequence[int]) -> dict[int, Pick]:
         if chosen is not None:
             found[index] = chosen
     return dict(sorted(found.items()))
+
+
+def _near_softmax(trace: Trace, ops: Sequence[int]) -> bool:
+    """Whether one of the ops may belong to an attention of several ops; looking for those takes a whole trace."""
+    used = np.unique(trace.ops.signature)
+    softmax = [s for s in used.tolist() if "softmax" in trace.op_info(s).name]
+    calls = trace.ops.call[np.isin(trace.ops.signature, softmax)]
+    return bool(np.isin(trace.ops.call[np.asarray(ops, np.int64)], calls).any())
 
 
 @dataclass(slots=True)

@@ -27,7 +27,7 @@ from opdrift.records import (
 )
 from opdrift.render.json import finding_object, pick_object, safe
 from opdrift.render.kernels import picks_of
-from opdrift.tracefile.reader import Trace
+from opdrift.tracefile.reader import FingerprintColumns, Trace
 
 #: Bit -> the word that reports use for it.
 FLAG_WORDS: Final = {
@@ -69,7 +69,10 @@ def render(
 
 
 def _dump(data: object) -> str:
-    return json.dumps(safe(data), allow_nan=False)
+    try:
+        return json.dumps(data, allow_nan=False)
+    except ValueError:  # a number that JSON has no word for: rare, and looking for it first is slow
+        return json.dumps(safe(data), allow_nan=False)
 
 
 def _list(key: str, records: Iterator[dict[str, Any]], *, last: bool = False) -> Iterator[str]:
@@ -141,35 +144,39 @@ def value_object(trace: Trace, value: int) -> dict[str, Any] | None:
     """A value: its id, layout and fingerprint; null for an absent one."""
     if not value:
         return None
-    meta, fingerprint = trace.meta(value), trace.fingerprint(value)
+    meta = trace.meta(value)
     return {
         "value": value,
         "shape": meta.shape,
         "stride": meta.stride,
         "dtype": meta.dtype,
         "device": meta.device,
-        "fingerprint": None
-        if fingerprint is None
-        else {
-            "digest": digest(trace, value),
-            "n": fingerprint.n,
-            "min": fingerprint.min,
-            "max": fingerprint.max,
-            "absmax": fingerprint.absmax,
-            "sum": fingerprint.sum,
-            "ssq": fingerprint.ssq,
-            "nan": fingerprint.nan,
-            "inf": fingerprint.pinf + fingerprint.ninf,
-            "zero": fingerprint.zero,
-            "subnormal": fingerprint.subnormal,
+        "fingerprint": _fingerprint_object(
+            trace.fingerprints, int(trace.values.fingerprint[value])
+        ),
+    }
+
+
+def _fingerprint_object(columns: FingerprintColumns, row: int) -> dict[str, Any] | None:
+    """Digest and statistics from the columns: sketch and sample, which would be decoded, are left out."""
+    if row < 0:
+        return None
+    number = columns.number
+    return {
+        "digest": f"{columns.raw[row]:016x}",
+        "n": int(columns.n[row]),
+        **{
+            name: number(name)[row].item() for name in ("min", "max", "absmax", "sum", "ssq", "nan")
         },
+        "inf": int(number("pinf")[row] + number("ninf")[row]),
+        **{name: number(name)[row].item() for name in ("zero", "subnormal")},
     }
 
 
 def digest(trace: Trace, value: int) -> str | None:
     """The exact digest in hex, None where the content was not fingerprinted."""
-    fingerprint = trace.fingerprint(value)
-    return None if fingerprint is None else f"{fingerprint.raw:016x}"
+    row = int(trace.values.fingerprint[value])
+    return None if row < 0 else f"{trace.fingerprints.raw[row]:016x}"
 
 
 def mark_object(mark: Mark) -> dict[str, Any]:

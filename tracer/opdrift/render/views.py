@@ -47,10 +47,10 @@ def side_by_side(rows: Rows, context: int, screen: Screen) -> str:
     """The ops around the first divergence in two columns; what is the same on the right is left out there."""
     least = _NAME if screen.width is None or screen.width >= _ROOMY else 12
     columns = (
-        Column("module", keep=3, shorten=True),
+        Column("module", keep=4, shorten=True),
         Column("left", "right", keep=7),
         Column("op", keep=9, shorten=True, least=least),
-        Column("output", keep=4),
+        Column("output", keep=3),
         Column("", keep=10),
         Column("right", "right", keep=5),
         Column("op", keep=8, shorten=True, least=least),
