@@ -14,8 +14,8 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from opdrift.tokens import OpTokens, Words, counted_inputs, mix, op_tokens, word
 from opdrift.records import TensorMeta
+from opdrift.tokens import OpTokens, Words, counted_inputs, mix, op_tokens, word
 from opdrift.tracefile.reader import Ints, Trace
 
 Flags = npt.NDArray[np.bool_]

@@ -13,7 +13,7 @@ from opdrift.tokens import base
 from opdrift.tracefile.reader import Ints
 
 #: Ops whose result leaves the tensors: a Python number that steers the program, or another rank.
-_STEERING: Final = frozenset("_local_scalar_dense is_nonzero equal item".split())
+_STEERING: Final = frozenset(["_local_scalar_dense", "is_nonzero", "equal", "item"])
 #: A walk back through unpaired ops stops after this many.
 _WALK: Final = 20_000
 
@@ -99,7 +99,10 @@ def maker(contents: Contents, value: int) -> int:
 
 
 def ancestry(contents: Contents, value: int, counterpart: Ints) -> Ancestry:
-    """Walk back from a value to leaves, and to ops whose `counterpart` (an op index, else -1) is known."""
+    """Walk back from a value to leaves, and to ops whose `counterpart` (an op index, else -1) is known.
+
+    Views are passed through, with or without a counterpart: what counts is what they were taken of.
+    """
     trace = contents.trace
     inputs = trace.ops.inputs
     ops: set[int] = set()
@@ -108,12 +111,14 @@ def ancestry(contents: Contents, value: int, counterpart: Ints) -> Ancestry:
     while stack and len(ops) < _WALK:
         current = stack.pop()
         op = maker(contents, current)
-        if op < 0 or counterpart[op] >= 0:
+        view = op >= 0 and bool(contents.tokens.view[op])
+        if op < 0 or (counterpart[op] >= 0 and not view):
             boundary[current] = None
             continue
         if op in ops:
             continue
-        ops.add(op)
+        if counterpart[op] < 0:
+            ops.add(op)
         start = int(inputs.offsets[op])
         for place, source in enumerate(inputs[op].tolist(), start):
             if contents.counted[place] and source not in seen:

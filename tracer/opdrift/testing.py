@@ -53,15 +53,36 @@ _ARGUMENTS: Final[dict[str, tuple[str, ...]]] = {
     "copy_": ("self", "src"),
 }
 _VIEWS: Final = frozenset(
-    "t view transpose permute slice select detach expand unsqueeze split".split()
+    [
+        "t",
+        "view",
+        "transpose",
+        "permute",
+        "slice",
+        "select",
+        "detach",
+        "expand",
+        "unsqueeze",
+        "split",
+    ]
 )
-_FACTORIES: Final = frozenset("arange full zeros ones scalar_tensor".split())
+_FACTORIES: Final = frozenset(["arange", "full", "zeros", "ones", "scalar_tensor"])
 _RANDOM: Final = frozenset(
-    "bernoulli_ uniform_ normal_ random_ rand randn rand_like randn_like native_dropout".split()
+    [
+        "bernoulli_",
+        "uniform_",
+        "normal_",
+        "random_",
+        "rand",
+        "randn",
+        "rand_like",
+        "randn_like",
+        "native_dropout",
+    ]
 )
-_EMPTY: Final = frozenset("empty empty_like".split())
+_EMPTY: Final = frozenset(["empty", "empty_like"])
 #: Ops of `trace()` words that take a parameter besides the chain.
-_WEIGHTED: Final = frozenset("mm addmm embedding".split())
+_WEIGHTED: Final = frozenset(["mm", "addmm", "embedding"])
 _NUMPY: Final = {
     "float32": "<f4",
     "float64": "<f8",
@@ -452,9 +473,9 @@ class Builder:
         size = tuple(shape) if shape is not None else (first.shape if first else (4, 8))
         out_dtype = dtype or (first.dtype if first else "float32")
         short = name.split(".")[1]
-        overwrites = in_place and short in ("copy_", "fill_", "zero_") or short in _RANDOM
+        overwrites = (in_place and short in ("copy_", "fill_", "zero_")) or short in _RANDOM
         seed = f"{name} {json.dumps(dict(settings or {}), sort_keys=True)} {state}"
-        if short in _FACTORIES or not operands or overwrites and short != "copy_":
+        if short in _FACTORIES or not operands or (overwrites and short != "copy_"):
             result = _noise(seed, size, out_dtype)
         elif short in ("copy_", "_to_copy", "clone"):
             source = operands[-1].content

@@ -11,19 +11,46 @@ import numpy as np
 import numpy.typing as npt
 
 from opdrift.records import Argument, OpInfo, Signature, TensorArgument
-from opdrift.tracefile.reader import Ints, Trace
+from opdrift.tracefile.reader import Trace
 
 Words = npt.NDArray[np.uint64]
 
 #: In-place ops that do not look at what they overwrite: the old content of their first argument is no input.
 _OVERWRITING: Final = frozenset(
-    "copy_ fill_ zero_ set_ uniform_ normal_ bernoulli_ random_ exponential_ cauchy_ geometric_"
-    " log_normal_ _foreach_copy_ _foreach_zero_ one_".split()
+    [
+        "copy_",
+        "fill_",
+        "zero_",
+        "set_",
+        "uniform_",
+        "normal_",
+        "bernoulli_",
+        "random_",
+        "exponential_",
+        "cauchy_",
+        "geometric_",
+        "log_normal_",
+        "_foreach_copy_",
+        "_foreach_zero_",
+        "one_",
+    ]
 )
 #: Ops that take the layout of a tensor and nothing else.
 _LAYOUT_ONLY: Final = frozenset(
-    "empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty"
-    " new_empty_strided new_zeros new_ones new_full".split()
+    [
+        "empty_like",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "rand_like",
+        "randn_like",
+        "randint_like",
+        "new_empty",
+        "new_empty_strided",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+    ]
 )
 #: Arguments through which a caller says where the result shall go.
 _OUT_NAMES: Final = frozenset({"out", "out0", "out1", "out2", "out3"})

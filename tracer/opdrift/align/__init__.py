@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from opdrift.align.calls import CallTree, Maps, match_calls, rename, wrapper_prefix
 from opdrift.align.sequence import Level, Refined, Window, increasing, refine
-from opdrift.tokens import Words, mix, word
 from opdrift.contents import Contents
+from opdrift.tokens import Words, mix, word
 from opdrift.tracefile.reader import Ints
 
 __all__ = ["Maps", "Pairing", "align"]

@@ -10,9 +10,9 @@ from typing import Final
 import numpy as np
 
 from opdrift.align.sequence import Level, refine
-from opdrift.tokens import Words, mix, word
 from opdrift.contents import Contents
 from opdrift.records import Call
+from opdrift.tokens import Words, mix, word
 from opdrift.tracefile.reader import Ints, Trace
 
 Maps = Sequence[tuple[str, str]]

@@ -15,13 +15,8 @@ from opdrift.tokens import base
 
 #: One op for what is otherwise several: the fast paths of torch.nn and attention.
 _FUSED: Final = (
-    "_transformer_encoder_layer_fwd",
-    "_native_multi_head_attention",
-    "scaled_dot_product",
-    "flash_attention",
-    "efficient_attention",
-    "cudnn_attention",
-    "_nested_tensor_from_mask",
+    ("_transformer_encoder_layer_fwd", "_native_multi_head_attention"),
+    ("scaled_dot_product", "flash_attention", "efficient_attention", "cudnn_attention"),
 )
 
 
@@ -110,17 +105,10 @@ def kernel(e: Evidence) -> Cause | None:
     if e.origin.story != "region":
         return None
     picks = kernel_picks(e)
-    fused = [
-        (name, side, op)
-        for n, (name, side, _) in enumerate(e.sides)
-        for op in e.ops_of(n)
-        if any(word in side.name(op) for word in _FUSED)
-    ]
-    if len({name for name, _, _ in fused}) != 1 and not (
-        picks.left and picks.right and picks.left.backend != picks.right.backend
-    ):
-        return None
-    if not e.ops_of(0) or not e.ops_of(1):
+    fused = _fused_on_one_side(e)
+    other = picks.left is not None and picks.right is not None
+    other = other and picks.left.backend != picks.right.backend  # type: ignore[union-attr]
+    if not e.ops_of(0) or not e.ops_of(1) or not (fused or other):
         return None
     evidence = []
     if fused:
@@ -245,6 +233,22 @@ def compile_(e: Evidence) -> Cause | None:
 # ---- facts -------------------------------------------------------------------------------------------
 
 
+def _fused_on_one_side(e: Evidence) -> list[tuple[str, Side, int]]:
+    """Fused ops that only one side has here: those of whole layers first, else those of attention."""
+    for words in _FUSED:
+        found = [
+            (name, side, op)
+            for n, (name, side, _) in enumerate(e.sides)
+            for op in e.ops_of(n)
+            if any(word in side.name(op) for word in words)
+        ]
+        if len({name for name, _, _ in found}) == 1:
+            return found
+        if found:
+            return []
+    return []
+
+
 def kernel_picks(e: Evidence) -> Sides[Pick | None]:
     """What ran on each side: the op's own kernel, or what a stretch of ops stands for."""
     found = []
@@ -259,7 +263,7 @@ def kernel_picks(e: Evidence) -> Sides[Pick | None]:
 
 def _region_pick(side: Side, ops: list[int]) -> Pick | None:
     for op in ops:
-        if any(word in side.name(op) for word in _FUSED):
+        if any(word in side.name(op) for words in _FUSED for word in words):
             return pick(side.trace, op)
     inside = set(ops)
     if not any("softmax" in side.name(op) for op in ops):

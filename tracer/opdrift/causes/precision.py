@@ -12,7 +12,7 @@ from opdrift import tfp1
 from opdrift.case import Side
 from opdrift.causes.evidence import Evidence, cause, counted, number, scope, some
 from opdrift.compare import difference
-from opdrift.origins.kinds import makes_nonfinite
+from opdrift.origins.kinds import makes_infinite, makes_nan
 from opdrift.records import Cause
 from opdrift.sizes import NARROW
 from opdrift.tokens import base
@@ -372,12 +372,13 @@ def nan(e: Evidence) -> Cause | None:
     """NaN or infinite values appear here on one side."""
     if e.origin.kind == "leaf":
         return None
-    makers = [
+    candidates = [
         (name, side, op)
         for number, (name, side, own) in enumerate(e.sides)
         for op in dict.fromkeys([*([own] if own is not None else []), *e.ops_of(number)])
-        if makes_nonfinite(side, op)
     ]
+    makers = [c for c in candidates if makes_nan(c[1], c[2])]
+    makers = makers or [c for c in candidates if makes_infinite(c[1], c[2])]
     gap = e.size.difference
     changed = e.origin.story == "nonfinite" or (gap is not None and gap.nonfinite_changed)
     if not makers or (not changed and len({name for name, _, _ in makers}) != 1):

@@ -193,8 +193,14 @@ def _fallback(case: Case, found: Found) -> str | None:
             "the search for origins stopped after many: the programs have little in common"
         )
     larger = max(len(case.left.trace.ops), len(case.right.trace.ops))
-    if larger >= 10 and len(case.pairing.left) * 10 < larger:
+    if larger >= 10 and len(case.pairing.left) * 10 < larger and not _same_leaves(case):
         reasons.append(
             f"only {len(case.pairing.left)} of {larger} ops have a counterpart: the programs look unrelated"
         )
     return "; ".join(reasons) or None
+
+
+def _same_leaves(case: Case) -> bool:
+    """Whether the runs start from tensors of the same names, so that they are about the same model."""
+    names = set(case.left.leaves.by_name), set(case.right.leaves.by_name)
+    return bool(names[0] & names[1]) and len(names[0] & names[1]) * 2 >= max(map(len, names))

@@ -11,6 +11,8 @@ from opdrift.tokens import base
 _MOVING: Final = frozenset(
     ["clone", "copy_", "contiguous", "lift_fresh", "lift_fresh_copy", "alias", "detach", "detach_"]
 )
+#: Ops by which programs write -inf on purpose.
+_MASKING: Final = frozenset(["masked_fill", "masked_fill_", "where", "add", "add_", "copy_", "log"])
 #: Argument that says with which probability elements are dropped.
 _PROBABILITIES: Final = ("dropout_p", "p")
 #: Arguments that say whether a layer trains.
@@ -47,9 +49,28 @@ def computes(side: Side, op: int) -> bool:
     return base(side.name(op)) not in _MOVING
 
 
-def makes_nonfinite(side: Side, op: int) -> bool:
-    """Whether NaN or infinite values come out of an op although none went in."""
-    trace = side.trace
-    if not any(side.nonfinite(v) for v in trace.ops.outputs[op].tolist()):
+def makes_nan(side: Side, op: int) -> bool:
+    """Whether NaN comes out of an op although none went in."""
+    return _makes(side, op, nan_only=True)
+
+
+def makes_infinite(side: Side, op: int) -> bool:
+    """Whether infinite values, or NaN, come out of an op although neither went in; masking is no such op."""
+    name = base(side.name(op))
+    if name in _MASKING or side.contents.tokens.factory[op]:
         return False
-    return not any(side.nonfinite(v) for v in trace.ops.inputs[op].tolist())
+    return _makes(side, op, nan_only=False)
+
+
+def _makes(side: Side, op: int, *, nan_only: bool) -> bool:
+    ops = side.trace.ops
+    if not any(_bad(side, v, nan_only) for v in ops.outputs[op].tolist()):
+        return False
+    return not any(_bad(side, v, nan_only) for v in ops.inputs[op].tolist())
+
+
+def _bad(side: Side, value: int, nan_only: bool) -> int:
+    found = side.nearest_fingerprint(value)
+    if found is None:
+        return 0
+    return found.nan if nan_only else found.nonfinite

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from opdrift.case import Case, Side
 from opdrift.flow import ancestry
-from opdrift.origins.kinds import computes, draws, makes_nonfinite
+from opdrift.origins.kinds import computes, draws, makes_infinite, makes_nan
 from opdrift.records import COMPILED, Sides
 
 
@@ -46,9 +46,9 @@ def representative(
     reads what comes out.
     """
     sides = ((case.left, region.ops.left), (case.right, region.ops.right))
-    if nonfinite:
+    for makes in (makes_nan, makes_infinite) if nonfinite else ():
         for number, (side, ops) in enumerate(sides):
-            first = next((op for op in ops if makes_nonfinite(side, op)), None)
+            first = next((op for op in ops if makes(side, op)), None)
             if first is not None:
                 return _on(number, first)
     for number, (side, ops) in enumerate(sides):
