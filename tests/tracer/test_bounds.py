@@ -581,6 +581,32 @@ def test_gradients_in_double_precision_are_explained(dtype: str, tmp_path: Path)
             )
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_by_products_of_norms_are_explained(dtype: str, tmp_path: Path) -> None:
+    """The mean of a layer norm is nearly zero: it cancels where the result does not."""
+    x = noise(1, (16, 512), DTYPES[dtype])
+    channels = noise(2, (4, 8, 60), DTYPES[dtype], "mean 3")
+    calls: list[Callable[[Tensor], tuple[Tensor, ...]]] = [
+        lambda t: torch.native_layer_norm(t, (512,), None, None, 1e-5),
+        lambda t: torch.native_group_norm(t, None, None, 4, 8, 60, 2, 1e-5),
+        lambda t: torch.native_batch_norm(t, None, None, None, None, True, 0.1, 1e-5),
+        lambda t: torch.var_mean(t, -1),
+    ]
+    inputs = (x, channels, channels, x)
+    results, views = recorded(
+        tmp_path / "t", [lambda f=f, t=t: f(t) for f, t in zip(calls, inputs, strict=True)]
+    )
+    for call, tensor, result, view in zip(calls, inputs, results, views, strict=True):
+        truths = call(tensor.double())
+        for i, (got, truth) in enumerate(zip(result, truths, strict=True)):
+            bound = explained(view, i)
+            assert relative(got, truth) <= bound.loose, (
+                f"{view.name} {i}: {relative(got, truth):.2g}, {bound}"
+            )
+    by_product, result = gain_limit(views[0], 1), gain_limit(views[0], 0)
+    assert by_product.formula == by_product.cap > result.cap
+
+
 # ---- gains ----------------------------------------------------------------------------------------------
 
 

@@ -11,6 +11,8 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
+from opdrift.bounds.formulas import gives_mean, mean_intermediate, mean_order
+from opdrift.bounds.gains import sum_gain
 from opdrift.bounds.products import product
 from opdrift.bounds.table import FAMILIES, Family, family_of
 from opdrift.bounds.view import TINY, Operand, OpView, OpViews
@@ -111,6 +113,9 @@ def explained(op: OpView, output: int = 0) -> Bound:
 def gain_limit(op: OpView, output: int = 0) -> Gain:
     """How far an op may magnify a difference of its inputs in one output."""
     family = family_of(op)
+    if gives_mean(op, output):  # a by-product that may cancel: nothing about it is remarkable
+        formula = sum_gain(op, output)
+        return Gain(formula, formula, discrete=False)
     return Gain(max(family.gain(op, output), 1.0), family.cap, family.discrete)
 
 
@@ -127,16 +132,19 @@ def _ordered(family: Family, op: OpView, output: int) -> tuple[float, float]:
     """
     result = op.result(output)
     dtype = result.meta.dtype
-    order = family.order(op, output)
+    order, intermediate = family.order, family.intermediate
+    if gives_mean(op, output):
+        order, intermediate = mean_order, mean_intermediate
+    terms = order(op, output)
     if dtype in _WIDE:
-        bound = max(FLOAT64, FLOAT32_SAFETY * 2.0**-53 * order)
+        bound = max(FLOAT64, FLOAT32_SAFETY * 2.0**-53 * terms)
         return bound, bound
-    d = _ACCUMULATOR * order
+    d = _ACCUMULATOR * terms
     if dtype in _SINGLE:
         return FLOAT32_SAFETY * d, FLOAT32_SAFETY * d
     unit = dtype_epsilon(dtype) / 2
     tight = d + math.sqrt(d * unit) + 2 * unit * _peak(result)
-    loose = max(tight, 2 * unit * family.intermediate(op, output))
+    loose = max(tight, 2 * unit * intermediate(op, output))
     return TIGHT_SAFETY * tight, LOOSE_SAFETY * loose
 
 

@@ -216,6 +216,19 @@ def _group_length(view: OpView) -> float:
     return max(source.n / max(source.size(1), 1), 1)
 
 
+def gives_mean(view: OpView, output: int) -> bool:
+    """Whether an output of a norm, `var_mean` or `std_mean` is the mean, which may cancel to nearly 0.
+
+    A norm returns (result, mean, rstd), after the running mean and variance that it may have updated.
+    """
+    name = view.base_name
+    if name.endswith("backward") or name in ("_fused_rms_norm", "rms_norm"):
+        return False
+    if "norm" not in name and name not in ("var_mean", "std_mean"):
+        return False
+    return output == 0 if output < view.mutated else output - view.mutated == 1
+
+
 # ---- reductions -----------------------------------------------------------------------------------------
 
 
