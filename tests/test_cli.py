@@ -226,12 +226,18 @@ def test_what_is_no_trace_gets_one_sentence(what, command, traces, capsys):
     assert "Traceback" not in err
 
 
-def test_a_cut_off_trace_is_compared_as_far_as_it_goes(traces, capsys):
-    """A killed run is no error: the report says that it is incomplete, and never that the runs are identical."""
-    shutil.copytree("base.trace", "cut.trace")
-    (Path("cut.trace") / "footer.json").unlink()
-    assert diff_trace(["base.trace", "cut.trace"]) in (0, 1)
+def test_a_cut_off_trace_is_never_called_identical(traces, capsys):
+    """Where nothing differs as far as a killed run goes, there is no answer; what differs is still told."""
+    for name in ("same", "eps"):
+        shutil.copytree(f"{name}.trace", f"cut-{name}.trace")
+        (Path(f"cut-{name}.trace") / "footer.json").unlink()
+
+    assert diff_trace(["base.trace", "cut-same.trace"]) == 2
+    assert "incomplete" in said(capsys)[1]
+
+    assert diff_trace(["base.trace", "cut-eps.trace"]) == 1
     out, err = said(capsys)
+    assert out.startswith("diverged")
     assert "incomplete" in out
     assert err == ""
 

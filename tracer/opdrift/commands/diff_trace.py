@@ -151,7 +151,10 @@ def _compare(options: argparse.Namespace) -> tuple[Diagnosis, Sides[Trace | Path
     from opdrift.records import Sides
     from opdrift.tracefile.reader import load, rank_folders
 
-    left, right = (path if rank_folders(path) else load(path) for path in map(Path, options.traces))
+    left, right = (
+        path if rank_folders(path) else load(path, rank=options.rank)
+        for path in map(Path, options.traces)
+    )
     answer = diff(
         left,
         right,

@@ -15,6 +15,9 @@ Tone = Literal["plain", "strong", "good", "bad", "quiet"]
 _SIDES = ("left", "right")
 #: More members than these are counted, not listed.
 _MEMBERS_SHOWN = 4
+#: Beyond this, units in the last place say nothing: elements near zero reach millions by rounding
+#: alone (notes: diagnosis, 1.2).
+_TELLING_ULP = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,7 @@ def card(first: Divergence, *, module_type: str | None = None) -> list[Field]:
     fields = [_where(first, module_type), *why(first.cause)]
     if first.members:
         fields.append(_with(first))
-    if first.kind not in ("leaf", "hidden-write"):
+    if first.kind == "op" or (first.kind == "structure" and first.inputs_match):
         fields.append(_inputs(first))
     fields.append(
         Field(
@@ -101,7 +104,7 @@ def card(first: Divergence, *, module_type: str | None = None) -> list[Field]:
             _tone(first),
         )
     )
-    fields.extend(_kernels(first.kernel))
+    fields.extend(_kernels(first.kernel, first.op))
     if first.arguments:
         lines = [
             f"{name(a.name)}: left {side(a.left)}, right {side(a.right)}" for a in first.arguments
@@ -193,7 +196,8 @@ def _relative(first: Divergence) -> str:
 
 def _details(first: Divergence) -> Iterator[str]:
     if first.max_abs_difference is not None:
-        ulp = f" ({size(first.ulp)} ulp)" if first.ulp is not None else ""
+        small = first.ulp is not None and first.ulp <= _TELLING_ULP
+        ulp = f" ({size(first.ulp)} ulp)" if small and first.ulp is not None else ""
         yield f"largest {size(first.max_abs_difference)}{ulp}" + (
             "" if first.how == "exact" else " in the samples"
         )
@@ -204,7 +208,7 @@ def _details(first: Divergence) -> Iterator[str]:
         yield f"{size(first.final_relative_difference)} at the run's output"
 
 
-def _kernels(kernel: Sides[Pick | None]) -> Iterator[Field]:
+def _kernels(kernel: Sides[Pick | None], op: str | None) -> Iterator[Field]:
     left, right = kernel.left, kernel.right
     if left is None and right is None:
         return
@@ -213,25 +217,27 @@ def _kernels(kernel: Sides[Pick | None]) -> Iterator[Field]:
         and right is not None
         and (left.name, left.backend) == (right.name, right.backend)
     ):
-        yield Field("kernel", (f"same on both sides: {pick(left)}",))
+        yield Field("kernel", (f"same on both sides: {pick(left, op)}",))
         return
     lines: list[str] = []
     for word, chosen in zip(_SIDES, (left, right), strict=True):
-        lines.append(f"{word} {pick(chosen) if chosen is not None else '(none)'}")
-        if chosen is not None and chosen.refused:
+        lines.append(f"{word} {pick(chosen, op) if chosen is not None else '(none)'}")
+        if chosen is not None:
+            refused = {b: why for b, why in chosen.refused.items() if why != chosen.reason}
             lines += [
-                f"  not {name(backend)}: {readable(reason)}"
-                for backend, reason in chosen.refused.items()
+                f"  not {name(backend)}: {readable(reason)}" for backend, reason in refused.items()
             ]
     yield Field("kernel", tuple(lines), "bad")
 
 
-def pick(chosen: Pick) -> str:
-    """A kernel in one line: backend, name, library, reason."""
-    title = f"{name(chosen.backend)} " if chosen.backend else ""
-    library = f" [{name(chosen.library)}]" if chosen.library else ""
-    reason = f": {readable(chosen.reason)}" if chosen.reason else ""
-    return f"{title}{name(chosen.name)}{library}{reason}"
+def pick(chosen: Pick, op: str | None = None) -> str:
+    """A kernel in one line: backend, name, library, reason; without the name where it is the op's."""
+    parts = [name(chosen.backend)] if chosen.backend else []
+    if chosen.name != op or not parts:
+        parts.append(name(chosen.name))
+    if chosen.library:
+        parts.append(f"[{name(chosen.library)}]")
+    return " ".join(parts) + (f": {readable(chosen.reason)}" if chosen.reason else "")
 
 
 def why(cause: Cause) -> Iterator[Field]:
@@ -286,6 +292,34 @@ def _group(key: tuple[str, str, str, bool], members: Sequence[Divergence]) -> Or
     return OriginGroup(
         scope(place), name(op), len(members), first_seq, max(sizes, default=None), slug, material
     )
+
+
+@dataclass(frozen=True, slots=True)
+class LoneOps:
+    """Ops that only one run has, those of twelve layers in one line."""
+
+    side: str
+    op: str
+    place: str
+    number: int
+
+
+def lone_ops(diagnosis: Diagnosis) -> list[LoneOps]:
+    """Ops that only one run has, grouped; in the order in which they first ran."""
+    counts: dict[tuple[str, str, str], int] = {}
+    modules: dict[tuple[str, str, str], set[str]] = {}
+    for word, groups in zip(
+        _SIDES, (diagnosis.unpaired.left, diagnosis.unpaired.right), strict=True
+    ):
+        for group in groups:
+            key = (word, group.op, _NUMBER.sub("*", group.module))
+            counts[key] = counts.get(key, 0) + group.count
+            modules.setdefault(key, set()).add(group.module)
+    return [
+        LoneOps(word, op, next(iter(modules[key])) if len(modules[key]) == 1 else place, number)
+        for key, number in counts.items()
+        for word, op, place in (key,)
+    ]
 
 
 def earlier(diagnosis: Diagnosis) -> str | None:

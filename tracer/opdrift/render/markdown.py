@@ -154,10 +154,9 @@ def _facts(diagnosis: Diagnosis) -> Iterator[list[str]]:
             ("module", "ops", "differ", "largest"),
             rows,
         )
-    unpaired = diagnosis.unpaired
-    both = [("left", u) for u in unpaired.left] + [("right", u) for u in unpaired.right]
-    if both:
-        rows = [(word, code(name(u.op)), count(u.count), code(scope(u.module))) for word, u in both]
+    lone = card.lone_ops(diagnosis)
+    if lone:
+        rows = [(g.side, code(name(g.op)), count(g.number), code(scope(g.place))) for g in lone]
         yield _folded("Ops that only one run has", ("side", "op", "number", "module"), rows)
 
 

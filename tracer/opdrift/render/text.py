@@ -207,22 +207,21 @@ def bar(difference: float, screen: Screen) -> str:
 
 
 def _unpaired(page: Page, diagnosis: Diagnosis) -> None:
-    rows = []
-    for word, groups in (("left", diagnosis.unpaired.left), ("right", diagnosis.unpaired.right)):
-        rows += [(word, name(g.op), f"x{count(g.count)}", cell(g.module)) for g in groups]
-    if not rows:
+    groups = card.lone_ops(diagnosis)
+    if not groups:
         return
     page.heading("ops that only one run has")
-    page.table(
-        (
-            Column("side"),
-            Column("op", keep=7),
-            Column("", align="right", keep=6),
-            Column("module", keep=5, shorten=True),
-        ),
-        rows[:_ROWS],
+    columns = (
+        Column("side"),
+        Column("op", keep=7),
+        Column("", align="right", keep=6),
+        Column("module", keep=5, shorten=True),
     )
-    _rest(page, len(rows))
+    page.table(
+        columns,
+        [(g.side, name(g.op), f"x{count(g.number)}", cell(g.place)) for g in groups[:_ROWS]],
+    )
+    _rest(page, len(groups))
 
 
 def _notes(page: Page, diagnosis: Diagnosis) -> None:

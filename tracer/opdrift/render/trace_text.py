@@ -194,7 +194,7 @@ def one_op(trace: Trace, op: Op, screen: Screen) -> str:
         page.field(
             "kernel",
             [
-                card.pick(chosen),
+                card.pick(chosen, op.name),
                 *(f"not {name(b)}: {readable(w)}" for b, w in chosen.refused.items()),
             ],
         )
