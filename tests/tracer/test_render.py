@@ -593,6 +593,21 @@ def test_huge_names_keep_both_ends():
     assert (shown[:4], shown[-4:]) == ("head", "tail")
 
 
+@pytest.mark.parametrize(
+    ("text", "folder", "said"),
+    [
+        ("at /home/me/run/net.py:7", "/home/me/run", "at net.py:7"),
+        ("at /home/me/running/net.py:7", "/home/me/run", "at /home/me/running/net.py:7"),
+        ("at /mnt/home/me/run/net.py:7", "/home/me/run", "at /mnt/home/me/run/net.py:7"),
+        ("at /home/me/run/net.py:7", "", "at /home/me/run/net.py:7"),
+        ("at /net.py:7", "/", "at /net.py:7"),
+    ],
+)
+def test_paths_below_the_reader_are_short(text, folder, said):
+    """What lies in the folder where one is needs no absolute path; everything else keeps its own."""
+    assert words.relative(text, folder) == said
+
+
 class Stream(io.StringIO):
     """A stream that says what it is."""
 
@@ -629,4 +644,4 @@ def test_screen_follows_stream_and_environment(
 ):
     """Colour for terminals unless NO_COLOR or a dumb one; no wrapping for pipes; ASCII where UTF-8 is not."""
     monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((80, 24)))
-    assert Screen.of(Stream(encoding, terminal), environment) == screen
+    assert Screen.of(Stream(encoding, terminal), environment) == replace(screen, folder=os.getcwd())

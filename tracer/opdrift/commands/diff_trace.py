@@ -174,7 +174,10 @@ def _report(diagnosis: Diagnosis, traces: Sides[Trace | Path], options: argparse
     if options.output is not None:
         # a file has no width of its own; UTF-8 is what it is written in
         write_report(
-            options.output, _rendered(diagnosis, traces, options, Screen(_FILE_WIDTH, unicode=True))
+            options.output,
+            _rendered(
+                diagnosis, traces, options, Screen(_FILE_WIDTH, unicode=True, folder=screen.folder)
+            ),
         )
     if options.output is not None or options.quiet:
         emit(text.verdict_line(diagnosis, screen))
@@ -191,8 +194,10 @@ def _rendered(
         return json.render(diagnosis)
     if options.format == "markdown":
         from opdrift.render import markdown
+        from opdrift.render.words import relative
 
-        return markdown.render(diagnosis)
+        # it is made to be pasted where others read: no path of this machine that need not be there
+        return relative(markdown.render(diagnosis), screen.folder)
     from opdrift.render import text
 
     left, right = (

@@ -15,6 +15,8 @@ Tone = Literal["plain", "strong", "good", "bad", "quiet"]
 _SIDES = ("left", "right")
 #: More members than these are counted, not listed.
 _MEMBERS_SHOWN = 4
+#: Causes of random draws: how far two draws are apart says nothing.
+_DRAWS = ("rng", "dropout")
 #: Beyond this, units in the last place say nothing: elements near zero reach millions by rounding
 #: alone (notes: diagnosis, 1.2).
 _TELLING_ULP = 1000
@@ -156,11 +158,19 @@ def _inputs(first: Divergence) -> Field:
 
 def _difference(first: Divergence) -> Iterator[str]:
     which = f"output {first.output}: " if first.output else ""
+    layout = first.tensors
+    if first.relative_difference is None and (layout.left is None) != (layout.right is None):
+        only = "left" if layout.right is None else "right"
+        yield f"{which}only the {only} run has it: {side(layout.left or layout.right)}"
+        return
+    if first.relative_difference is None and layout.left != layout.right:
+        yield f"{which}another layout: left {side(layout.left)}, right {side(layout.right)}"
+        yield from _details(first)
+        return
     yield which + _relative(first)
     details = list(_details(first))
     if details:
         yield "; ".join(details)
-    layout = first.tensors
     if layout.left is not None and layout.left == layout.right:
         yield name(layout.left)
     elif layout.left is not None or layout.right is not None:
@@ -180,22 +190,24 @@ def _relative(first: Divergence) -> str:
         return "differs; how far is not known"
     how = _HOW.get(first.how or "")
     said = f"relative difference {size(first.relative_difference)}" + (f" ({how})" if how else "")
-    if first.kind in ("leaf", "hidden-write") or first.explained is None:
+    bound = first.explained
+    if bound is None or first.kind in ("leaf", "hidden-write") or first.cause.slug in _DRAWS:
         return said
-    if first.explained == 0:
-        return f"{said}; this op is exact, so rounding explains none"
-    if first.explained >= 1:
+    if bound == 0:
+        return f"{said}; rounding explains none of it" + (
+            ", this op is exact" if first.kind == "op" else ""
+        )
+    if bound >= 1:
         return f"{said}; cancellation: size tells nothing here"
     if not first.material:
-        return f"{said}; rounding explains up to {size(first.explained)}"
-    if first.relative_difference > first.explained:
-        return f"{said}; rounding explains only {size(first.explained)}"
-    bound = size(first.explained)
-    return f"{said}; small enough for rounding (up to {bound}), but see the cause"
+        return f"{said}; rounding explains up to {size(bound)}"
+    if first.relative_difference > bound:
+        return f"{said}; rounding explains only {size(bound)}"
+    return f"{said}; small enough for rounding (up to {size(bound)}), but see the cause"
 
 
 def _details(first: Divergence) -> Iterator[str]:
-    if first.max_abs_difference is not None:
+    if first.max_abs_difference:
         small = first.ulp is not None and first.ulp <= _TELLING_ULP
         ulp = f" ({size(first.ulp)} ulp)" if small and first.ulp is not None else ""
         yield f"largest {size(first.max_abs_difference)}{ulp}" + (
@@ -205,7 +217,7 @@ def _details(first: Divergence) -> Iterator[str]:
     if nonfinite.left or nonfinite.right:
         yield f"NaN or infinite: left {side(nonfinite.left)}, right {side(nonfinite.right)}"
     if first.final_relative_difference is not None:
-        yield f"{size(first.final_relative_difference)} at the run's output"
+        yield f"becomes {size(first.final_relative_difference)} at the run's output"
 
 
 def _kernels(kernel: Sides[Pick | None], op: str | None) -> Iterator[Field]:
@@ -221,7 +233,7 @@ def _kernels(kernel: Sides[Pick | None], op: str | None) -> Iterator[Field]:
         return
     lines: list[str] = []
     for word, chosen in zip(_SIDES, (left, right), strict=True):
-        lines.append(f"{word} {pick(chosen, op) if chosen is not None else '(none)'}")
+        lines.append(f"{word} {pick(chosen, op) if chosen is not None else 'not known'}")
         if chosen is not None:
             refused = {b: why for b, why in chosen.refused.items() if why != chosen.reason}
             lines += [

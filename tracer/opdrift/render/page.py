@@ -13,7 +13,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from opdrift.render.words import readable
+from opdrift.render.words import readable, relative
 
 #: What reports draw with; a stream that cannot encode them gets ASCII.
 SYMBOLS: Final = "…█─│├└✗"
@@ -50,11 +50,13 @@ class Screen:
         width: Columns; None where lines need not be wrapped (a file, a pipe).
         color: Whether colours are sent; no meaning is ever in colour alone.
         unicode: Whether bars and marks may leave ASCII.
+        folder: Where the reader is; paths below it are shown relative to it.
     """
 
     width: int | None = None
     color: bool = False
     unicode: bool = False
+    folder: str = ""
 
     @classmethod
     def of(cls, stream: TextIO, environment: Mapping[str, str] = os.environ) -> Screen:
@@ -67,9 +69,8 @@ class Screen:
         wanted = bool(environment.get("FORCE_COLOR")) or (
             terminal and environment.get("TERM") != "dumb"
         )
-        return cls(
-            width, wanted and not environment.get("NO_COLOR"), _encodes(stream.encoding, SYMBOLS)
-        )
+        color = wanted and not environment.get("NO_COLOR")
+        return cls(width, color, _encodes(stream.encoding, SYMBOLS), os.getcwd())
 
 
 def _encodes(encoding: str | None, text: str) -> bool:
@@ -119,7 +120,7 @@ class Page:
 
     def text(self, content: str, tone: str = "plain") -> Text:
         """A piece of a line: escaped, ASCII where the screen needs it, never read as markup."""
-        shown = readable(content)
+        shown = readable(relative(content, self.screen.folder))
         if not self.screen.unicode:
             shown = "".join(_ASCII.get(c, c) for c in shown)
         return Text(shown, style=_STYLES[tone])

@@ -81,22 +81,19 @@ class Rows:
         return [_MARKS[code] for code in self._codes.tolist()]
 
     def size(self, row: int) -> float | None:
-        """The relative difference of a row's outputs, the largest; None where it has or knows none."""
+        """How far apart a row's first output is that differs and can be told; None where none can."""
         left, right = int(self.left[row]), int(self.right[row])
         if left < 0 or right < 0:
             return None
-        found: float | None = None
         outputs = (
             t.ops.outputs[i].tolist() for t, i in zip(self.traces, (left, right), strict=True)
         )
         for a, b in zip(*outputs, strict=False):
             one, other = self.traces[0].fingerprint(a), self.traces[1].fingerprint(b)
-            if one is None or other is None:
-                continue
-            relative = difference(one, other).relative
-            if relative is not None:
-                found = relative if found is None else max(found, relative)
-        return found
+            relative = None if one is None or other is None else difference(one, other).relative
+            if relative:
+                return relative
+        return None
 
     def _at(self, left: int | None, right: int | None) -> int | None:
         for seq, trace, column in zip(

@@ -10,7 +10,18 @@ from typing import Final
 from opdrift.records import Diagnosis, Divergence, TraceSummary, Verdict
 from opdrift.render import card
 from opdrift.render.page import Column, Page, Screen
-from opdrift.render.words import cell, count, name, plural, ratio, readable, scope, side, size
+from opdrift.render.words import (
+    cell,
+    count,
+    moment,
+    name,
+    plural,
+    ratio,
+    readable,
+    scope,
+    side,
+    size,
+)
 
 _TONES: Final[Mapping[Verdict, str]] = {
     "identical": "good",
@@ -41,8 +52,8 @@ def render(
         _card(page, diagnosis, shown, (module_types or {}).get(shown.module))
         _origins(page, diagnosis)
     _ranks(page, diagnosis)
-    _environment(page, diagnosis)
     if diagnosis.verdict != "identical":
+        _environment(page, diagnosis)
         _amplifiers(page, diagnosis)
         _growth(page, diagnosis)
         _unpaired(page, diagnosis)
@@ -226,6 +237,8 @@ def _unpaired(page: Page, diagnosis: Diagnosis) -> None:
 
 def _notes(page: Page, diagnosis: Diagnosis) -> None:
     lines = list(diagnosis.notes)
+    if diagnosis.verdict == "identical" and diagnosis.environment:
+        lines.append(f"settings that differ and change nothing here: {_settings(diagnosis)}")
     if diagnosis.alignment.fallback_reason:
         lines.append(
             f"aligned by {diagnosis.alignment.method}: {diagnosis.alignment.fallback_reason}"
@@ -234,6 +247,12 @@ def _notes(page: Page, diagnosis: Diagnosis) -> None:
         page.line()
     for text in lines:
         page.line(f"note: {readable(text)}", hang=6)
+
+
+def _settings(diagnosis: Diagnosis) -> str:
+    names = [name(d.name) for d in diagnosis.environment]
+    more = f" and {count(len(names) - _ROWS)} more" if len(names) > _ROWS else ""
+    return ", ".join(names[:_ROWS]) + more
 
 
 def _sides(page: Page, diagnosis: Diagnosis) -> None:
@@ -247,7 +266,7 @@ def describe(one: TraceSummary) -> str:
     label = f' "{name(one.label)}"' if one.label else ""
     rank = f", rank {one.rank} of {one.world_size}" if one.world_size and one.world_size > 1 else ""
     whole = "" if one.complete else ", incomplete"
-    return f"{name(one.path)}{label}: {plural(one.ops, 'op')}{whole}, torch {name(one.torch)}, {name(one.device)}{rank}, {name(one.created)}"
+    return f"{name(one.path)}{label}: {plural(one.ops, 'op')}{whole}, torch {name(one.torch)}, {name(one.device)}{rank}, {moment(one.created)}"
 
 
 def _next(page: Page, diagnosis: Diagnosis, shown: Divergence | None) -> None:

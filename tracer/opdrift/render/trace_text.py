@@ -16,7 +16,7 @@ from opdrift.render.finding_text import one_line
 from opdrift.render.kernels import picks_of
 from opdrift.render.page import Column, Page, Screen
 from opdrift.render.trace_json import digest, flag_words
-from opdrift.render.words import cell, count, name, plural, readable, scope, size
+from opdrift.render.words import cell, count, moment, name, plural, readable, scope, size
 from opdrift.tracefile.reader import Trace
 
 #: Rows of the overview's lists.
@@ -67,7 +67,7 @@ def _about(trace: Trace) -> Iterator[tuple[str, str]]:
         yield "label", header.label
     yield "program", " ".join(header.program)
     rank = f", rank {header.rank} of {header.world_size}" if header.world_size else ""
-    yield "ran with", f"torch {header.torch}, {header.device}{rank}, {header.created}"
+    yield "ran with", f"torch {header.torch}, {header.device}{rank}, {moment(header.created)}"
     leaves: Counter[str] = Counter(leaf.kind for leaf in trace.leaves if leaf.kind != "alive")
     yield "leaves", _tally(leaves) or "none"
     marks = Counter(mark.kind for mark in trace.marks)

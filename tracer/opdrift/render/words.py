@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import re
 import unicodedata
+from datetime import datetime, timedelta
 from typing import Final
 
 #: Longer names are cut in the middle: both ends of a module path or a C++ kernel name tell most.
@@ -40,6 +43,13 @@ def _escape(character: str) -> str:
         if point < 65536
         else f"\\U{point:08x}"
     )
+
+
+def relative(text: str, folder: str) -> str:
+    """The same text with paths below `folder` written relative to it; "" leaves all as it is."""
+    if not folder or folder == os.sep or folder not in text:
+        return text
+    return re.sub(rf"(?<![\w./-]){re.escape(folder)}{re.escape(os.sep)}", "", text)
 
 
 def name(text: str) -> str:
@@ -84,6 +94,16 @@ def ratio(number: float) -> str:
     if not math.isfinite(number) or number >= 1e6:
         return f"{size(number)}x"
     return f"{number:,.0f}x" if number >= 10 else f"{number:.1f}x"
+
+
+def moment(text: str) -> str:
+    """A time as people write it: 2026-03-02 09:00:00 UTC; what is no ISO time stays as it is."""
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError:
+        return name(text)
+    zone = " UTC" if found.utcoffset() == timedelta() else found.strftime("%z")
+    return f"{found:%Y-%m-%d %H:%M:%S}{zone}"
 
 
 def side(value: object) -> str:
