@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from opdrift.case import Case, Side
 from opdrift.flow import ancestry
 from opdrift.origins.kinds import computes, draws, makes_infinite, makes_nan
 from opdrift.records import COMPILED, Sides
+
+#: Parts of the names of ops that do a whole attention.
+_FUSED: Final = ("scaled_dot_product", "multi_head_attention", "encoder_layer_fwd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +46,8 @@ def representative(
     """The op that stands for a region.
 
     The first that makes NaN or infinities, if those are what differs; else the first random draw; else
-    the first op that computes on the side that has fewer of them (the fused one); else the op that
-    reads what comes out.
+    the first op that computes on the side that has fewer of them (there the fused attention, if it is
+    one of them); else the op that reads what comes out.
     """
     sides = ((case.left, region.ops.left), (case.right, region.ops.right))
     for makes in (makes_nan, makes_infinite) if nonfinite else ():
@@ -60,7 +64,9 @@ def representative(
         return Sides(computing[0][0], computing[1][0])
     fewer = 0 if len(computing[0]) <= len(computing[1]) else 1
     if computing[fewer]:
-        return _on(fewer, computing[fewer][0])
+        side = sides[fewer][0]
+        fused = (op for op in computing[fewer] if any(f in side.name(op) for f in _FUSED))
+        return _on(fewer, next(fused, computing[fewer][0]))
     if consumer.left is not None or consumer.right is not None:
         return consumer
     other = computing[1 - fewer]
