@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import opdrift
 from opdrift.provenance import CHAIN_LENGTH, Lineage, Provenance, provenance, summarise
 from opdrift.testing import Builder
+from opdrift.tracefile.reader import Trace
 
 Asks = Callable[..., Provenance]
 
@@ -291,6 +292,32 @@ def test_a_loaded_file_is_a_copy(origin: Asks, tmp_path: Path) -> None:
     torch.save({"w": torch.rand(4)}, tmp_path / "w.pt")
     assert origin(lambda: torch.load(tmp_path / "w.pt")["w"]).kind == "leaf"
     assert origin(lambda: torch.load(tmp_path / "w.pt")["w"].clone()).kind == "copied"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_other_ranks_contributed_came_to_be_as_it_did_here(rank: int) -> None:
+    """All ranks run one program: the whole that each cuts its part from is made alike."""
+    build = Builder(rank=rank)
+    weight = build.op("uniform_", build.op("empty", shape=(20,)), shape=(20,))
+    bias = build.op("zeros", shape=(4,))
+    flat = build.op("cat", weight, bias, shape=(24,))
+    part = build.op("split", flat, shape=(12,), outputs=2) + rank
+    shard = build.op("clone", part, shape=(12,))
+    target = build.op("empty", shape=(24,))
+    build.op("c10d._allgather_base_", target, shard, shape=(24,))
+    gathered = build.again(target)
+    parts = build.op("split", gathered, shape=(20,)), build.op("split", gathered, shape=(4,))
+    lineage = Lineage(_moved(build, part, 12 * rank, parts[1], 20))
+    assert lineage.of(parts[0]).first_op == "aten.uniform_.default"
+    assert lineage.of(parts[1]).first_op == "aten.zeros.default"
+
+
+def _moved(build: Builder, *places: int) -> Trace:
+    """The built trace, with offsets for views that the builder lays at the start of their storage."""
+    trace = build.build()
+    for value, offset in zip(places[::2], places[1::2], strict=True):
+        trace.values.offset[value] = offset
+    return trace
 
 
 # ---- hidden writes ------------------------------------------------------------------------------------------------

@@ -17,16 +17,24 @@ _BYTES: Final = {
     "float16": 2, "bfloat16": 2, "int16": 2, "uint16": 2,
 }  # fmt: skip
 
+#: Views of views that are followed to the tensor that they are parts of.
+_DEEPEST_VIEW: Final = 16
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A part of a storage at a write count, in bytes; `size` is less than the span if it has holes."""
+    """A part of a storage at a write count, in bytes; `size` is less than the span if it has holes.
+
+    `shift` is set on the way back from a gather, for a part that another rank contributed: this rank's
+    part at the same position, and how many elements further the other's lies in what both were cut from.
+    """
 
     storage: int
     write: int
     start: int
     end: int
     size: int
+    shift: int = 0
 
     @property
     def is_dense(self) -> bool:
@@ -90,7 +98,8 @@ class Placement:
         old, new = element_bytes(meta.dtype), element_bytes(origin.dtype)
         first = max(place.start - target.start, 0) // old
         count = max(min(place.end, target.end) - max(place.start, target.start), 0) // old
-        available = math.prod(origin.shape)
+        available = max(math.prod(origin.shape), 1)
+        shift = place.shift
         name = self._name(index)
         if name in CONCATENATIONS:
             before = self._elements_before(index, written, source, first)
@@ -98,14 +107,49 @@ class Placement:
                 return whole
             first -= before
         elif name in GATHERS:
-            first %= max(available, 1)  # each rank's part has the size of one input
-        elif math.prod(meta.shape) != available:
+            slot, first, count = _largest_part(first, count, available)
+            shift = (slot - self._rank(math.prod(meta.shape) // available)) * available
+        elif math.prod(meta.shape) != available and not self._pads_behind(index):
             return whole
         if first < 0 or first + count > available:
             return whole
         start = whole.start + first * new
         size = min(place.size // old, count) * new
-        return replace(whole, start=start, end=start + count * new, size=size)
+        found = replace(whole, start=start, end=start + count * new, size=size, shift=shift)
+        return self._shifted(source, found, new) if shift else found
+
+    # ---- gathers -----------------------------------------------------------------------------------
+
+    def _rank(self, world: int) -> int:
+        """This process's part of a gather: its rank among the `world` that take part."""
+        return (self._trace.header.rank or 0) % max(world, 1)
+
+    def _pads_behind(self, index: int) -> bool:
+        """Whether an op only adds elements behind the last one, as FSDP does to cut evenly."""
+        if self._name(index) != "constant_pad_nd":
+            return False
+        signature = self._trace.signature(int(self._trace.ops.signature[index]))
+        pad = dict(signature.arguments).get("pad")
+        return isinstance(pad, tuple) and len(pad) == 2 and pad[0] == 0
+
+    def _shifted(self, source: int, place: Place, width: int) -> Place:
+        """Another rank's part in what this rank's was cut from, once the way back has come to that.
+
+        All ranks run one program, so the whole that each cuts its part from came to be in the same way.
+        """
+        whole = self.of(source)
+        for _ in range(_DEEPEST_VIEW):
+            producer = int(self._trace.producer[source])
+            if producer < 0 or not self._inputs(producer):
+                break
+            source = self._inputs(producer)[0]
+            if self.of(source).storage != place.storage:
+                break
+            whole = max(whole, self.of(source), key=lambda p: p.end - p.start)
+        start, end = (at + place.shift * width for at in (place.start, place.end))
+        if start < whole.start or end > whole.end:
+            return place
+        return replace(place, start=start, end=end, shift=0)
 
     # ---- concatenations ----------------------------------------------------------------------------
 
@@ -163,6 +207,15 @@ class Placement:
 
     def _inputs(self, index: int) -> list[int]:
         return [int(v) for v in self._trace.ops.inputs[index]]
+
+
+def _largest_part(first: int, count: int, part: int) -> tuple[int, int, int]:
+    """Of a stretch of a gathered tensor, what lies in one rank's part: (rank's number, start in it, length)."""
+    slot, start = divmod(first, part)
+    here = min(count, part - start)
+    if 2 * here >= count:
+        return slot, start, here
+    return slot + 1, 0, min(count - here, part)
 
 
 def element_bytes(dtype: str) -> int:
