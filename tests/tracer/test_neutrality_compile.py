@@ -13,9 +13,10 @@ from torch import nn
 
 import opdrift
 
-
 # torch's own dynamo touches `.grad` of non-leaves when it resumes after a graph break
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)
 
 
 class Net(nn.Module):
