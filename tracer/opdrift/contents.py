@@ -8,8 +8,10 @@ view ops that led to it. What was written piece by piece is known by its pieces.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -44,9 +46,15 @@ class States:
     base: Ints
 
 
+def _span(meta: TensorMeta) -> int:
+    if math.prod(meta.shape) == 0:
+        return 0
+    return 1 + sum((n - 1) * abs(s) for n, s in zip(meta.shape, meta.stride, strict=False))
+
+
 def _is_row_major(meta: TensorMeta) -> bool:
     step = 1
-    for size, stride in zip(reversed(meta.shape), reversed(meta.stride), strict=True):
+    for size, stride in zip(reversed(meta.shape), reversed(meta.stride), strict=False):
         if size != 1 and stride != step:
             return False
         step *= size
@@ -138,9 +146,7 @@ class Contents:
     @cached_property
     def size(self) -> Ints:
         """Number of elements of each value."""
-        used, inverse = np.unique(self.trace.values.meta, return_inverse=True)
-        counts = [math.prod(self.trace.meta_of(int(m)).shape) if m else 0 for m in used]
-        return np.array(counts, np.int64)[inverse]
+        return self._per_layout(lambda meta: math.prod(meta.shape), np.int64)
 
     @cached_property
     def layout(self) -> Words:
@@ -149,16 +155,12 @@ class Contents:
         Shapes, strides and devices do not count: a digest is that of the elements in row-major order,
         and an op to which the shape matters shows it in its own result.
         """
-        used, inverse = np.unique(self.trace.values.meta, return_inverse=True)
-        words = [word(self.trace.meta_of(int(m)).dtype) if m else 0 for m in used]
-        return np.array(words, np.uint64)[inverse]
+        return self._per_layout(lambda meta: word(meta.dtype), np.uint64)
 
     @cached_property
     def row_major(self) -> Flags:
         """Whether each value lies in memory in the order of its elements, without gaps."""
-        used, inverse = np.unique(self.trace.values.meta, return_inverse=True)
-        flags = [bool(m) and _is_row_major(self.trace.meta_of(int(m))) for m in used]
-        return np.array(flags, np.bool_)[inverse]
+        return self._per_layout(_is_row_major, np.bool_)
 
     @cached_property
     def by_place(self) -> Words:
@@ -203,45 +205,45 @@ class Contents:
     @cached_property
     def _geometry(self) -> Words:
         """Shape, stride and dtype of each value as a word."""
+        return self._per_layout(
+            lambda meta: word(f"{meta.dtype}{meta.shape}{meta.stride}"), np.uint64
+        )
+
+    def _per_layout(self, of: Callable[[TensorMeta], object], dtype: type[np.generic]) -> npt.NDArray[Any]:
+        """A column over the values of what is asked of each value's layout; zero for "none"."""
         used, inverse = np.unique(self.trace.values.meta, return_inverse=True)
-        metas = [self.trace.meta_of(int(m)) if m else None for m in used]
-        words = [0 if m is None else word(f"{m.dtype}{m.shape}{m.stride}") for m in metas]
-        return np.array(words, np.uint64)[inverse]
+        answers = [of(self.trace.meta_of(int(m))) if m else 0 for m in used]
+        return np.array(answers, dtype)[inverse]
 
     @cached_property
-    def _extent(self) -> tuple[Ints, Flags]:
-        """How many elements of memory each value spans, and whether it uses each exactly once."""
-        used, inverse = np.unique(self.trace.values.meta, return_inverse=True)
-        spans, dense = [], []
-        for ident in used:
-            meta = self.trace.meta_of(int(ident)) if ident else None
-            shape, stride = (meta.shape, meta.stride) if meta else ((), ())
-            count = math.prod(shape)
-            span = (
-                1 + sum((n - 1) * abs(s) for n, s in zip(shape, stride, strict=False))
-                if count
-                else 0
-            )
-            spans.append(span)
-            dense.append(span == count)
-        return np.array(spans, np.int64)[inverse], np.array(dense, np.bool_)[inverse]
+    def _span(self) -> Ints:
+        """How many elements of memory each value reaches over."""
+        return self._per_layout(_span, np.int64)
+
+    @cached_property
+    def _dense(self) -> Flags:
+        """Whether each value uses each element that it reaches over exactly once."""
+        found: Flags = self._span == self.size
+        return found
 
     @cached_property
     def whole(self) -> Flags:
         """Whether each value takes up all of its storage that was ever seen."""
-        offset, (span, dense) = self.trace.values.offset, self._extent
+        offset = self.trace.values.offset
         _, storage = np.unique(self.trace.values.storage, return_inverse=True)
         end = np.zeros(int(storage.max(initial=0)) + 1, np.int64)
-        np.maximum.at(end, storage, offset + span)
-        return dense & (offset == 0) & (span == end[storage])
+        np.maximum.at(end, storage, offset + self._span)
+        found: Flags = self._dense & (offset == 0) & (self._span == end[storage])
+        return found
 
     def _covers(self, outer: Ints, inner: Ints) -> Flags:
         """Whether the memory of `outer` surely includes that of `inner` (values of one storage)."""
-        offset, (span, dense) = self.trace.values.offset, self._extent
+        offset, span = self.trace.values.offset, self._span
         inside = (offset[outer] <= offset[inner]) & (
             offset[inner] + span[inner] <= offset[outer] + span[outer]
         )
-        return inside & dense[outer] & (self.layout[outer] == self.layout[inner])
+        found: Flags = inside & self._dense[outer] & (self.layout[outer] == self.layout[inner])
+        return found
 
     def _digest(self, values: Ints) -> Words:
         """The digests of fingerprinted values as words."""

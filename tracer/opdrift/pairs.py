@@ -77,19 +77,21 @@ class Compared:
         """Pairs whose ops or non-tensor arguments differ, or whose tensor arguments are not the same ones."""
         i, j = self.pairing.left, self.pairing.right
         a, b = self.left.tokens, self.right.tokens
-        return (
+        found: Flags = (
             (a.settings[i] != b.settings[j])
             | (a.slots[i] != b.slots[j])
             | (a.family[i] != b.family[j])
         )
+        return found
 
     @cached_property
     def outputs_differ(self) -> Flags:
         """Pairs with an output that differs, or that only one side has."""
-        found = self._any(self.outputs, DIFFERENT)
+        found: Flags = self._any(self.outputs, DIFFERENT)
         i, j = self.pairing.left, self.pairing.right
         raised = (self.left.trace.ops.flags[i] & RAISED) != (self.right.trace.ops.flags[j] & RAISED)
-        return found | raised
+        found |= raised
+        return found
 
     @cached_property
     def tainted(self) -> Flags:
@@ -157,7 +159,7 @@ class Compared:
 
     def _slot_differs(self, tainted: Flags) -> Flags:
         slots = self.inputs
-        found = slots.status == DIFFERENT
+        found: Flags = slots.status == DIFFERENT
         blank = np.flatnonzero(slots.status == UNKNOWN)
         if len(blank):
             rows = _pair_rows(self, slots.left[blank], slots.right[blank])

@@ -52,8 +52,7 @@ def _named(compared: Compared, left: LeafTable, right: LeafTable) -> list[Sink]:
     kinds: tuple[LeafKind, ...] = ("output", "gradient", "parameter", "buffer")
     for kind in kinds:
         a, b = _numbered(left.outputs, kind), _numbered(right.outputs, kind)
-        for key in a.keys() & b.keys():
-            found.append(_sink(compared, kind, key[0], a[key], b[key]))
+        found += [_sink(compared, kind, k[0], a[k], b[k]) for k in a if k in b]
         rest = [a[k] for k in a if k not in b], [b[k] for k in b if k not in a]
         if kind in ("parameter", "buffer"):
             rest = _with_entries(compared, kind, rest, (left, right), found)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -132,7 +132,7 @@ def trace(words: str, **options: Any) -> Trace:
                     build.leaf(f"w{weights}", content="changed" if change == "!" else None)
                 )
                 weights += 1
-            value = build.op(name, *inputs, change="" if change == "!" else change)
+            value = build.op(name, *inputs, change=cast("Change", change if change in "*~" else ""))
     build.output(value)
     return build.build()
 

@@ -161,7 +161,7 @@ def _within_scopes(pairs: _Pairs, trees: tuple[CallTree, CallTree], calls: Ints)
     """Pair the ops of paired calls, forward and backward ops apart."""
     left, right = _Segments(pairs.left, trees[0].home), _Segments(pairs.right, trees[1].home)
     whole: list[tuple[Ints, Ints]] = []
-    for key in left.keys():
+    for key in left.keys:
         call, phase = key >> 1, key & 1
         if calls[call] < 0:
             continue
@@ -183,23 +183,17 @@ class _Segments:
         key = home << 1 | contents.trace.ops.phase
         self._order = np.argsort(key, kind="stable")
         grouped = key[self._order]
-        starts = (
-            np.flatnonzero(np.concatenate([[True], grouped[1:] != grouped[:-1]]))
-            if len(key)
-            else grouped
-        )
-        ends = np.concatenate([starts[1:], [len(key)]]) if len(key) else grouped
+        self._at: dict[int, tuple[int, int, int]] = {}
+        if not len(key):
+            return
+        starts = np.flatnonzero(np.concatenate([[True], grouped[1:] != grouped[:-1]]))
+        ends = np.concatenate([starts[1:], [len(key)]])
         within = (np.arange(len(key)) - np.repeat(starts, ends - starts)).astype(np.uint64)
-        words = (
-            np.add.reduceat(mix(contents.tokens.full[self._order], within), starts)
-            if len(key)
-            else []
-        )
-        self._at = {
-            int(k): (int(s), int(e), int(w))
-            for k, s, e, w in zip(grouped[starts], starts, ends, words, strict=True)
-        }
+        words = np.add.reduceat(mix(contents.tokens.full[self._order], within), starts)
+        for k, start, end, word_ in zip(grouped[starts], starts, ends, words, strict=True):
+            self._at[int(k)] = int(start), int(end), int(word_)
 
+    @property
     def keys(self) -> list[int]:
         return list(self._at)
 

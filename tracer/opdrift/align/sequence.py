@@ -143,7 +143,8 @@ def _unique_in_both(a: Words, b: Words) -> tuple[Ints, Ints]:
 
 def _once(words: Words) -> Ints:
     _, first, counts = np.unique(words, return_index=True, return_counts=True)
-    return first[counts == 1].astype(np.int64)
+    single: Ints = first[counts == 1].astype(np.int64)
+    return single
 
 
 def increasing(values: Ints) -> Ints:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os.path
 from collections.abc import Sequence
 from typing import Final
 
@@ -221,7 +220,7 @@ def _is_independent(a: Fingerprint, b: Fingerprint, gap: Difference) -> bool:
         return False
     ratio = (a.ssq / b.ssq) ** 0.5
     same = 1 / _SAME_SPREAD < ratio < _SAME_SPREAD
-    return same and _INDEPENDENT[0] < gap.relative / max(1.0, 1 / ratio) < _INDEPENDENT[1]
+    return bool(same and _INDEPENDENT[0] < gap.relative / max(1.0, 1 / ratio) < _INDEPENDENT[1])
 
 
 def _index(e: Evidence, leaf: Leaf, flat: int) -> str:
@@ -239,11 +238,21 @@ def _under_one_prefix(names: Sequence[str], equal: Sequence[str]) -> str:
     """Whether all that differ are in one part of the model, and the rest is not."""
     if len(names) < 2 or not equal:
         return ""
-    prefix = os.path.commonprefix([n.split(".")[:-1] for n in names])
-    path = ".".join(prefix)
+    path = _common_path(names)
     if not path or any(n == path or n.startswith(f"{path}.") for n in equal):
         return f"{counted(len(equal), 'tensor')} of the model are equal in both runs: {some(equal)}"
     return f"all that differ are below {path}; what is elsewhere is equal: {some(equal)}"
+
+
+def _common_path(names: Sequence[str]) -> str:
+    """The module that all names lie in."""
+    paths = [n.split(".")[:-1] for n in names]
+    shared: list[str] = []
+    for parts in zip(*paths, strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return ".".join(shared)
 
 
 def _constant_fills(e: Evidence, equal: Sequence[str]) -> str:

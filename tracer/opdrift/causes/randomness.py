@@ -70,7 +70,6 @@ def rng(e: Evidence) -> Cause | None:
     ]
     extra = _extra_draws(e)
     remedy = "Call torch.manual_seed(seed) at the same place in both runs, or give random ops a generator of their own."
-    confidence = "certain"
     if extra:
         label, side, ops = extra
         evidence.append(
@@ -90,7 +89,7 @@ def rng(e: Evidence) -> Cause | None:
         ) != int(right.trace.ops.rng[first.right[0]])
         where = "from the first draw on" if started else "although both began alike"
         summary = f"{left.name(i)} in {scope(left.module(i))} draws other numbers: the generators differ {where}"
-    return cause("rng", confidence, summary, evidence, remedy)
+    return cause("rng", "certain", summary, evidence, remedy)
 
 
 def train_mode(e: Evidence) -> Cause | None:

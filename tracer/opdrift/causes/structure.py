@@ -31,8 +31,8 @@ def fsdp_gather(e: Evidence) -> Cause | None:
         return found
     if e.origin.story != "region":
         return None
-    for n, (name, side, _) in enumerate(e.sides):
-        other_name, other, _ = e.sides[1 - n]
+    for n, (_, side, _) in enumerate(e.sides):
+        _, other, _ = e.sides[1 - n]
         gathers = [op for op in e.ops_of(n) if base(side.name(op)) in _GATHERING]
         sources = [v for op in gathers for v in side.trace.ops.inputs[op].tolist()]
         shards = sorted(

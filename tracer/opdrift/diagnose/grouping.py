@@ -31,7 +31,7 @@ def grouped_leaves(origins: Iterable[Origin], judge: Callable[[Origin], J]) -> l
             continue
         judged = judge(origin)
         leaf = origin.leaf.left or origin.leaf.right
-        key = judged.causes[0].slug, leaf.kind if leaf is not None else ""
+        key = judged.causes[0].slug, str(leaf.kind) if leaf is not None else ""
         groups[key].append(origin)
         alone.setdefault(key, judged)
     found = []

@@ -102,18 +102,20 @@ def order_of(case: Case, op: Sides[int | None]) -> float:
 
 def maker_ops(case: Case, origins: list[Origin]) -> Sides[set[int]]:
     """Ops that made the leaves of origins during the run: a draw, a fill, a copy; the leaf stands for them."""
-    found: Sides[set[int]] = Sides(set(), set())
-    for side, value_of, ops in (
-        (case.left, lambda o: o.values.left, found.left),
-        (case.right, lambda o: o.values.right, found.right),
-    ):
-        for origin in origins:
-            value = value_of(origin)
-            if value is None:
-                continue
-            made = side.lineage.of(value)
-            for seq in (made.seq, made.first_seq):
-                index = side.trace.index_of(seq) if seq is not None else None
-                if index is not None:
-                    ops.add(index)
+    return Sides(
+        _makers(case.left, [o.values.left for o in origins]),
+        _makers(case.right, [o.values.right for o in origins]),
+    )
+
+
+def _makers(side: Side, values: list[int | None]) -> set[int]:
+    found = set()
+    for value in values:
+        if value is None:
+            continue
+        made = side.lineage.of(value)
+        for seq in (made.seq, made.first_seq):
+            index = side.trace.index_of(seq) if seq is not None else None
+            if index is not None:
+                found.add(index)
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Final, Literal
 
 from opdrift.records import ArgumentDifference, DivergenceKind, Leaf, Sides
 
@@ -27,7 +27,9 @@ Story = Literal[
     "amplified",
 ]
 
-NOWHERE: Sides[None] = Sides(None, None)
+NO_LEAF: Final[Sides[Leaf | None]] = Sides(None, None)
+NO_OP: Final[Sides[int | None]] = Sides(None, None)
+NO_OPS: Final[Sides[tuple[int, ...]]] = Sides((), ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +59,11 @@ class Origin:
     values: Sides[int | None]
     slot: int | None
     order: float
-    leaf: Sides[Leaf | None] = NOWHERE
+    leaf: Sides[Leaf | None] = NO_LEAF
     members: tuple[Sides[Leaf | None], ...] = ()
     settings: tuple[ArgumentDifference, ...] = ()
-    region: Sides[tuple[int, ...]] = Sides((), ())
-    boundary: Sides[tuple[int, ...]] = Sides((), ())
+    region: Sides[tuple[int, ...]] = NO_OPS
+    boundary: Sides[tuple[int, ...]] = NO_OPS
     inputs_match: bool | None = None
 
     def grouped(self, members: tuple[Sides[Leaf | None], ...]) -> Origin:

@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 
 from opdrift.case import Case
-from opdrift.contents import Flags
+from opdrift.contents import Contents, Flags
 from opdrift.flow import reaching
 from opdrift.origins import leaves as leaf_origins
 from opdrift.origins.kinds import draws
@@ -63,7 +63,7 @@ def find_origins(case: Case, *, whole: bool, samples: bool = False) -> Found:
     if whole and not differing:
         unused = tuple(leaf_origins.differing(case))
         return Found((), np.zeros(0, np.int64), tuple(sinks), unused, False, Sides(None, None))
-    live = _live(case, differing) if whole else Sides(None, None)
+    live: Sides[bytearray | None] = _live(case, differing) if whole else Sides(None, None)
     starts, unused_pairs = leaf_origins.find(case, live)
     judge = SlotJudge(case)
     for origin in starts:
@@ -72,12 +72,12 @@ def find_origins(case: Case, *, whole: bool, samples: bool = False) -> Found:
     origins = list(starts)
     receivers: list[int] = []
     stopped = False
-    for origin, row in _walk(case, judge, live, made):
-        if origin is None:
+    for found, row in _walk(case, judge, live, made):
+        if found is None:
             receivers.append(row)
             continue
-        judge.report(origin)
-        origins.append(origin)
+        judge.report(found)
+        origins.append(found)
         if len(origins) - len(starts) >= MANY:
             stopped = True
             break
@@ -105,7 +105,8 @@ def _counts(case: Case, live: Sides[bytearray | None], rows: Ints) -> Ints:
         return rows
     left = np.frombuffer(live.left, np.uint8)[case.pairing.left[rows]]
     right = np.frombuffer(live.right, np.uint8)[case.pairing.right[rows]]
-    return rows[(left | right) != 0]
+    found: Ints = rows[(left | right) != 0]
+    return found
 
 
 # ---- pairs -----------------------------------------------------------------------------------------------
@@ -211,9 +212,11 @@ def _at_receivers(case: Case, rows: Ints, taken: set[int]) -> list[Origin]:
             found.append(
                 replace(_direct(case, row), story="settings", settings=settings, inputs_match=False)
             )
-    for row in _newly_nonfinite(case, rows)[:MANY].tolist():
-        if row not in taken:
-            found.append(replace(_direct(case, row), story="nonfinite", inputs_match=False))
+    found += [
+        replace(_direct(case, row), story="nonfinite", inputs_match=False)
+        for row in _newly_nonfinite(case, rows)[:MANY].tolist()
+        if row not in taken
+    ]
     return found
 
 
@@ -243,14 +246,12 @@ def _newly_nonfinite(case: Case, rows: Ints) -> Ints:
     out_right = any_of(outputs.pair, counts[1][outputs.right] > 0)
     in_any = any_of(inputs.pair, (counts[0][inputs.left] > 0) | (counts[1][inputs.right] > 0))
     hits = (out_left != out_right) & ~in_any
-    return rows[hits[rows]]
+    chosen: Ints = rows[hits[rows]]
+    return chosen
 
 
-def _nonfinite(contents: object) -> Ints:
+def _nonfinite(contents: Contents) -> Ints:
     """Non-finite elements of each value, or of the largest one in its state."""
-    from opdrift.contents import Contents
-
-    assert isinstance(contents, Contents)
     prints = contents.trace.fingerprints
     total = prints.number("nan") + prints.number("pinf") + prints.number("ninf")
     row = contents.trace.values.fingerprint

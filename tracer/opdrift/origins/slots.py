@@ -8,10 +8,10 @@ import numpy as np
 
 from opdrift.case import Case, Side
 from opdrift.origins.leaves import order_of
-from opdrift.origins.model import Origin
+from opdrift.origins.model import NO_LEAF, Origin, Story
 from opdrift.origins.regions import Region, region_of, representative, unseen_results
 from opdrift.pairs import EQUAL
-from opdrift.records import Leaf, Sides
+from opdrift.records import DivergenceKind, Leaf, Sides
 
 #: How many earlier writes of a storage are looked at for one that the other run stopped at.
 _LOOK_BACK = 64
@@ -57,8 +57,12 @@ class SlotJudge:
         self._judged.add(states)
         seen = _Seen(row, position, self._consumer(row))
         writers = self._writers(states)
-        if writers == (-1, -1) and (found := self._between_leaves(left, right, seen)) is not None:
-            return None if found == "explained" else found
+        if writers == (-1, -1):
+            if self._is_reported(states):
+                return None
+            found = self._between_leaves(left, right, seen)
+            if found is not None:
+                return found
         made_by = self._constant(left, right)
         if made_by >= 0:
             return self._factory(left, right, made_by, seen)
@@ -69,12 +73,12 @@ class SlotJudge:
 
     # ---- leaves ----------------------------------------------------------------------------------------
 
-    def _between_leaves(self, left: int, right: int, seen: _Seen) -> Origin | str | None:
+    def _is_reported(self, states: tuple[int, int]) -> bool:
+        return states[0] in self._leaf_states.left or states[1] in self._leaf_states.right
+
+    def _between_leaves(self, left: int, right: int, seen: _Seen) -> Origin | None:
         """Both values are leaves, or parts of leaves."""
         case = self._case
-        states = self._states(left, right)
-        if states[0] in self._leaf_states.left or states[1] in self._leaf_states.right:
-            return "explained"
         rows = case.left.leaves.of(left), case.right.leaves.of(right)
         if not rows[0] or not rows[1]:
             return None
@@ -192,7 +196,7 @@ class SlotJudge:
         region = Region(
             Sides((writer,), ()) if number == 0 else Sides((), (writer,)), Sides((), ())
         )
-        kind = "op" if other is not None else "structure"
+        kind: DivergenceKind = "op" if other is not None else "structure"
         return self._origin(kind, "written", left, right, seen, region=region, op=ops)
 
     def _region(self, left: int, right: int, seen: _Seen) -> Origin | None:
@@ -237,13 +241,13 @@ class SlotJudge:
 
     def _origin(
         self,
-        kind: object,
-        story: object,
+        kind: DivergenceKind,
+        story: Story,
         left: int,
         right: int,
         seen: _Seen,
         *,
-        leaf: Sides[Leaf | None] = Sides(None, None),
+        leaf: Sides[Leaf | None] = NO_LEAF,
         region: Region | None = None,
         op: Sides[int | None] | None = None,
     ) -> Origin:
@@ -252,8 +256,8 @@ class SlotJudge:
         if stands.left is None and seen.consumer.left is not None:
             order = min(order, seen.consumer.left - 0.5)
         return Origin(
-            kind=kind,  # type: ignore[arg-type]
-            story=story,  # type: ignore[arg-type]
+            kind=kind,
+            story=story,
             op=stands,
             row=seen.row,
             values=Sides(left, right),
