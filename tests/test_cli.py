@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,15 @@ import pytest
 
 from opdrift.commands.exit_codes import ExitCode
 from opdrift.commands.main import diff_trace, opdrift
+
+
+def environment():
+    """The environment of a process that finds opdrift in this checkout."""
+    root = Path(__file__).parent.parent
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(root / "tracer"), str(root / "integrations")]),
+    }
 
 
 @pytest.fixture
@@ -175,6 +185,37 @@ def test_a_reader_that_leaves_is_no_error(traces, python):
         " 'json'], stdout=subprocess.PIPE, stderr=subprocess.PIPE); p.stdout.close(); print(p.wait(), p.stderr.read())"
     )
     assert python("-c", code, cwd=traces).stdout == "0 b''\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has /dev/full")
+def test_a_full_disk_is_no_bug(traces):
+    """What cannot be written is said in one sentence, with status 2."""
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "opdrift", "diff", "base.trace", "eps.trace"], stdout=full, stderr=subprocess.PIPE,
+            text=True, env=environment(), check=False, timeout=60,
+        )  # fmt: skip
+    assert done.returncode == 2
+    assert (
+        done.stderr == "opdrift: the result cannot be written to stdout: No space left on device.\n"
+    )
+
+
+def test_closed_streams_are_no_bug(traces):
+    """`diff-trace LEFT RIGHT >&-` answers with its exit status alone."""
+    command = f"{sys.executable} -m opdrift diff base.trace eps.trace >&- 2>&-"
+    assert (
+        subprocess.run(command, shell=True, env=environment(), check=False, timeout=60).returncode
+        == 1
+    )
+
+
+def test_an_identical_pair_tells_what_differed_in_vain(traces, capsys):
+    """One line, and the settings that changed nothing; no table of them."""
+    assert diff_trace(["base.trace", "same.trace"]) == 0
+    lines = said(capsys)[0].splitlines()
+    assert lines[0].startswith("identical: ")
+    assert [line for line in lines[1:] if line and not line.startswith(("note: ", "      "))] == []
 
 
 # ---- bad input -----------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TextIO
 
-from opdrift.errors import InvalidOptionError
+from opdrift.errors import InvalidOptionError, OpdriftError
 from opdrift.render.words import readable
 
 
@@ -18,25 +18,47 @@ def emit(*pieces: str) -> None:
 
 
 def emit_all(pieces: Iterable[str]) -> None:
-    """Print a long result as it is made; stop making it when nobody reads."""
-    _put(sys.stdout, pieces)
+    """Print a long result as it is made; stop making it when nobody reads.
+
+    Raises:
+        OpdriftError: It cannot be written where stdout leads, such as a full disk.
+    """
+    try:
+        _put(sys.stdout, pieces)
+    except OSError as error:
+        _silence(sys.stdout)
+        if not isinstance(error, BrokenPipeError):
+            reason = error.strerror or error
+            raise OpdriftError(f"the result cannot be written to stdout: {reason}.") from None
 
 
 def complain(program: str, message: str) -> None:
-    """Print one line to stderr: `program: message`."""
-    _put(sys.stderr, (f"{program}: {readable(message)}\n",))
+    """Print one line to stderr: `program: message`. Where that fails, nobody can be told."""
+    try:
+        _put(sys.stderr, (f"{program}: {readable(message)}\n",))
+    except OSError:
+        _silence(sys.stderr)
+
+
+def open_streams() -> None:
+    """Give a process that was started without stdout or stderr (`>&-`) some that take all in silence."""
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (open until the process ends)
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (likewise)
 
 
 def _put(stream: TextIO, pieces: Iterable[str]) -> None:
     encoding = stream.encoding or "ascii"
-    try:
-        for piece in pieces:
-            # what a terminal's encoding lacks is escaped rather than a reason to fail
-            stream.write(piece.encode(encoding, "backslashreplace").decode(encoding))
-        stream.flush()
-    except BrokenPipeError:
-        # Python flushes once more at exit; give it something that takes the rest in silence
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    for piece in pieces:
+        # what a terminal's encoding lacks is escaped rather than a reason to fail
+        stream.write(piece.encode(encoding, "backslashreplace").decode(encoding))
+    stream.flush()
+
+
+def _silence(stream: TextIO) -> None:
+    """Python flushes once more at exit; let that go nowhere instead of failing again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def check_output(path: Path) -> None:

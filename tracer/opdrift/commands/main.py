@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from opdrift.commands.console import complain
+from opdrift.commands.console import complain, open_streams
 from opdrift.commands.exit_codes import ExitCode
 from opdrift.commands.options import Version
 from opdrift.errors import OpdriftError
@@ -80,6 +80,7 @@ def _configured(parser: argparse.ArgumentParser, command: Command) -> argparse.A
 
 def _guarded(program: str, work: Callable[[], int]) -> int:
     """Run a command: every failure is one sentence on stderr and an exit status, never a traceback."""
+    open_streams()
     try:
         return int(work())
     except OpdriftError as error:
