@@ -280,7 +280,7 @@ def _at_results(
         if found is not None:
             known += 1
             yield found
-    if not known:
+    if not known and sinks:
         yield _everything(case, sinks)
 
 
