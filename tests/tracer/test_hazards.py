@@ -399,6 +399,34 @@ def test_a_fork_inside_the_trace_leaves_the_file_to_the_parent(python: Python):
     ), done.stderr
 
 
+def test_a_data_loader_may_fork_its_workers_inside_the_trace(python: Python):
+    done = python(
+        """
+        import torch, opdrift
+        from torch.utils.data import DataLoader, TensorDataset
+        torch.set_num_threads(1)
+
+        class Doubled(TensorDataset):
+            def __getitem__(self, index):
+                return self.tensors[0][index] * 2
+
+        def run():
+            torch.manual_seed(0)
+            loader = DataLoader(Doubled(torch.arange(12.0)), batch_size=3, shuffle=True, num_workers=2, multiprocessing_context="fork")
+            return [(batch + 1).tolist() for batch in loader]
+
+        plain = run()
+        with opdrift.record("run.trace"):
+            recorded = run()
+        trace = opdrift.load("run.trace")
+        names = [trace.op(i).name for i in range(len(trace.ops))]
+        print(plain == recorded == run(), trace.incomplete, trace.footer.failures, names.count("aten.add.Tensor"))
+        """
+    )
+
+    assert done.stdout.strip() == "True None () 4", done.stderr
+
+
 def test_ops_of_backward_are_recorded_with_their_phase(tmp_path: Path):
     with opdrift.record(tmp_path / "run.trace"):
         weight = torch.randn(3, 3, requires_grad=True)

@@ -7,8 +7,10 @@ and process-wide hooks. A case is a function without arguments; it starts from s
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -723,6 +725,57 @@ def test_training_is_bit_identical_under_every_option(
     integrity: str, kernels: str, unchanged: Unchanged
 ):
     unchanged(training_steps, integrity=integrity, kernels=kernels)
+
+
+@pytest.mark.parametrize(
+    "surroundings",
+    [
+        torch.no_grad,
+        torch.inference_mode,
+        lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+        lambda: torch.device("meta"),
+        lambda: torch.autograd.set_detect_anomaly(True, check_nan=False),
+    ],
+    ids=["no_grad", "inference_mode", "autocast", "device", "anomaly"],
+)
+def test_a_recorder_may_be_opened_inside_any_mode(
+    surroundings: Callable[[], Any], unchanged: Unchanged
+):
+    """What the tracer itself computes must not fall under the program's modes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # anomaly mode announces itself
+        with surroundings():
+            model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).eval()
+            unchanged(lambda: model(torch.randn(3, 4)), model=model)
+
+
+def test_another_default_dtype_does_not_reach_the_tracer(unchanged: Unchanged):
+    torch.set_default_dtype(torch.float64)
+    try:
+        unchanged(
+            lambda: (
+                torch.randn(3) * 2,
+                torch.randn(2, 3, dtype=torch.bfloat16).t() + 1,
+                torch.rand(2).half(),
+            )
+        )
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_nothing_is_kept_alive_by_being_recorded(tmp_path: Path):
+    """Tensors, their memory, graphs and models die when the program lets them go."""
+    with opdrift.record(tmp_path / "run.trace"):
+        model = nn.Linear(3, 3)
+        result = model(torch.randn(2, 3))
+        references = [
+            weakref.ref(each) for each in (model, model.weight, result, result.untyped_storage())
+        ]
+        del model, result
+        gc.collect()
+        died = [reference() is None for reference in references]
+
+    assert died == [True] * 4
 
 
 def test_the_comparison_can_fail(unchanged: Unchanged):

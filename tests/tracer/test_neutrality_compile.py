@@ -217,6 +217,23 @@ def test_control_flow_ops_run_inside_the_trace(
     unchanged(torch.compile(run, backend="eager"))
 
 
+def test_export_and_graph_tracing_give_the_same_graph(
+    counter: Any, unchanged: Callable[..., opdrift.Trace]
+):
+    """They run the model on fake tensors and proxies, which have no content to record."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    model, a = Net(), torch.randn(2, 4)
+
+    unchanged(
+        lambda: (
+            str(torch.export.export(model, (a,)).graph),
+            str(make_fx(lambda x: model(x).sin())(a).graph),
+            str(torch.fx.symbolic_trace(model).graph),
+        )
+    )
+
+
 def test_recording_without_compiling_does_not_import_dynamo(
     python: Callable[..., subprocess.CompletedProcess[str]],
 ):

@@ -56,6 +56,7 @@ def equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
         "opdrift.sources:Sources.find",
         "opdrift.scopes:Scopes._open",
         "opdrift.scopes:Scopes.discover",
+        "opdrift.mode:RecordingMode._plan",
         "opdrift.mode:RecordingMode._commit",
         "opdrift.mode:RecordingMode._signature",
         "opdrift.mode:digest_before",

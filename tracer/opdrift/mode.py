@@ -132,7 +132,11 @@ class RecordingMode(TorchDispatchMode):
         """Run one op, and record it."""
         plan = self._plans.get(id(func))
         if plan is None:
-            plan = self._plan(func)
+            try:
+                plan = self._plan(func)
+            except Exception as error:
+                self._failed(str(func), error)
+                return func(*args, **(kwargs or _NO_ARGUMENTS))
         if types and not self._plain.issuperset(types) and not self._all_plain(types):
             return self._subclass(plan, types, args, kwargs or _NO_ARGUMENTS)
         t = self._me

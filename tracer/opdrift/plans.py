@@ -229,6 +229,8 @@ def _is_composite(func: OpOverload) -> bool:
     """
     if any(a.alias_info is not None for a in (*func._schema.arguments, *func._schema.returns)):
         return False
+    if not torch._C._dispatch_has_kernel(func.name()):
+        return False  # TorchScript's ops (prim::device) are none of the dispatcher's, which would raise
     return bool(func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
 
 

@@ -325,6 +325,6 @@ def walk(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
         elif isinstance(value, list | tuple):
             for position, item in enumerate(value):
                 yield from walk(f"{name}[{position}]", item, depth + 1)
-        elif hasattr(value, "__dataclass_fields__"):
+        elif hasattr(type(value), "__dataclass_fields__"):  # an fx.Proxy has every attribute
             for field in value.__dataclass_fields__:
                 yield from walk(f"{name}.{field}", getattr(value, field, None), depth + 1)
