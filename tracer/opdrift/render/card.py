@@ -75,6 +75,8 @@ def _place(first: Divergence, left: TraceSummary, right: TraceSummary) -> str:
     if first.kind == "hidden-write":
         return f"{where}: {name(first.name or '')} changed, and no recorded op wrote it"
     if first.kind == "structure":
+        if not first.material:
+            return f"{where}: {scope(first.module)} is computed in two ways"
         return f"{where}: the runs do different things in {scope(first.module)}"
     return f"{where}: {what} in {scope(first.module)}"
 
@@ -106,7 +108,7 @@ def card(first: Divergence, *, module_type: str | None = None) -> list[Field]:
             _tone(first),
         )
     )
-    fields.extend(_kernels(first.kernel, first.op))
+    fields.extend(_kernels(first))
     if first.arguments:
         lines = [
             f"{name(a.name)}: left {side(a.left)}, right {side(a.right)}" for a in first.arguments
@@ -220,8 +222,8 @@ def _details(first: Divergence) -> Iterator[str]:
         yield f"becomes {size(first.final_relative_difference)} at the run's output"
 
 
-def _kernels(kernel: Sides[Pick | None], op: str | None) -> Iterator[Field]:
-    left, right = kernel.left, kernel.right
+def _kernels(first: Divergence) -> Iterator[Field]:
+    left, right, op = first.kernel.left, first.kernel.right, first.op
     if left is None and right is None:
         return
     if (
@@ -239,7 +241,7 @@ def _kernels(kernel: Sides[Pick | None], op: str | None) -> Iterator[Field]:
             lines += [
                 f"  not {name(backend)}: {readable(reason)}" for backend, reason in refused.items()
             ]
-    yield Field("kernel", tuple(lines), "bad")
+    yield Field("kernel", tuple(lines), _tone(first))
 
 
 def pick(chosen: Pick, op: str | None = None) -> str:
