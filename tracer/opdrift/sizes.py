@@ -58,6 +58,9 @@ class Size:
 def size_of(case: Case, origin: Origin, tolerance: Tolerance | None) -> Size:
     """The size of an origin."""
     found = _difference(case, origin)
+    limit = _computing_precision(case, origin)
+    if limit is not None and found is not None and found.relative is not None:
+        return Size(found, None, limit, found.relative > limit or found.nonfinite_changed)
     if origin.kind in ("leaf", "hidden-write"):
         return Size(found, None, None, not _tolerated(case, origin, found, tolerance))
     if tolerance is not None and _tolerated(case, origin, found, tolerance):
@@ -98,6 +101,35 @@ def _lie_alike(case: Case, left: int, right: int) -> bool:
         metas = side.trace.meta(value), side.trace.meta(whole)
         placed.append((int(offset[value] - offset[whole]), *((m.shape, m.stride) for m in metas)))
     return placed[0] == placed[1]
+
+
+def _computing_precision(case: Case, origin: Origin) -> float | None:
+    """What rounding explains of parameters that one run keeps in the other's dtype and casts to compute.
+
+    That is mixed precision: a library says so by its marks. A cast for good, or one that no mark tells of,
+    is not explained so.
+    """
+    left, right = origin.values.left, origin.values.right
+    if origin.kind != "leaf" or left is None or right is None:
+        return None
+    a, b = case.left.trace.meta(left).dtype, case.right.trace.meta(right).dtype
+    for side, held, computing in ((case.right, a, b), (case.left, b, a)):
+        if computing in _ROUNDOFF and set(origin.names) <= _cast_to_compute(side, held, computing):
+            return _ROUNDOFF[computing]
+    return None
+
+
+def _cast_to_compute(side: Side, held: str, computing: str) -> set[str]:
+    """Names of the parameters that a library cast from one dtype to another, keeping the original."""
+    found: set[str] = set()
+    for mark in side.trace.marks:
+        fields = mark.fields
+        if mark.kind != "cast" or fields.get("what") != "shard" or not fields.get("intact"):
+            continue
+        if (fields.get("source_dtype"), fields.get("destination_dtype")) == (held, computing):
+            found.update(name for name, *_ in fields.get("parameters", ()))
+            found.update(name for name, _ in fields.get("tied", ()))
+    return found
 
 
 def _tolerated(
@@ -220,6 +252,9 @@ def _narrowed(case: Case, origin: Origin) -> bool:
     narrow = [{d for d in dtypes if d in NARROW} for dtypes in widths]
     return bool(narrow[0]) != bool(narrow[1])
 
+
+#: Unit roundoff, 2^-p for p bits of significand: the largest relative error of one rounding.
+_ROUNDOFF: Final = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 #: Types of 16 bits and less.
 NARROW: Final = frozenset(

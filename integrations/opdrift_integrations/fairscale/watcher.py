@@ -3,14 +3,14 @@
 fairscale moves weights in ways that no dispatched op shows: it resizes storages to zero and back,
 and points `parameter.data` elsewhere. So its methods are watched (fairscale 0.4.13,
 `fully_sharded_data_parallel.py`). The marks, all with `library`, `unit` (path of the FSDP module,
-null if the recorder does not know it), and `phase` (forward, backward, summon):
+null if the recorder does not know it), and `phase` (forward, backward, summon); those about parameters with
+`buffer` (fairscale's name), `parameters` [[name, offset, shape]] and `tied` [[name, owner]]:
 
 `gather`       The full parameters of a buffer were put together; `use`: they were still there.
-               `buffer`, `nth`, `parameters` [[name, offset, shape]], `tied` [[name, owner]], `ranks`
-               (of the process group), `rank`, `bytes`, `dtype`, `device`, `padding` (elements),
-               `shard` (digest of this rank's own shard as cast), `segments` (digest of each rank's
-               part of the gathered buffer), `intact` (own shard and own segment are equal), and where
-               they are not, `mismatch` [{parameter, offset, numel, zeros}].
+               `nth`, `ranks` (of the process group), `rank`, `bytes`, `dtype`, `device`, `padding`
+               (elements), `shard` (digest of this rank's own shard as cast), `segments` (digest of each
+               rank's part of the gathered buffer), `intact` (own shard and own segment are equal), and
+               where they are not, `mismatch` [{parameter, offset, numel, zeros}].
 `cast`         A shard was cast for computing (`what` "shard"), or the inputs were (`what` "input").
 `move`         Offload: `direction` "load" copies the shard to the compute device, "drop" goes back to
                the shard in host memory (no copy: a pointer is switched). Both carry digests of
@@ -194,8 +194,7 @@ class Watcher:
                 intact = same(self._cast(source, copy.dtype), after)
             state.master[index], state.loaded[index] = before, after
             fields = {
-                "buffer": buffer.name,
-                "parameters": _parameters(buffer),
+                **_layout(buffer),
                 "source": as_field(before),
                 "destination": as_field(after),
                 "intact": intact,
@@ -241,8 +240,7 @@ class Watcher:
                 state.path,
                 _phase(unit),
                 direction="drop",
-                buffer=state.buffers[index].name,
-                parameters=_parameters(state.buffers[index]),
+                **_layout(state.buffers[index]),
                 source_dtype=_name(dtype),
                 source_device=str(device),
                 destination_dtype=_name(parameter.dtype),
@@ -311,10 +309,8 @@ class Watcher:
             kind,
             state.path,
             _phase(unit),
-            buffer=buffer.name,
             nth=state.counts[kind],
-            parameters=_parameters(buffer),
-            tied=[list(pair) for pair in buffer.tied],
+            **_layout(buffer),
             ranks=_ranks(unit),
             rank=buffer.rank,
             bytes=full.numel() * full.element_size(),
@@ -373,8 +369,12 @@ def _chosen(unit: Any, params: Any) -> list[tuple[int, Any]]:
     ]
 
 
-def _parameters(buffer: Buffer) -> list[Any]:
-    return [[part.name, part.offset, list(part.shape)] for part in buffer.parts]
+def _layout(buffer: Buffer) -> dict[str, Any]:
+    return {
+        "buffer": buffer.name,
+        "parameters": [[part.name, part.offset, list(part.shape)] for part in buffer.parts],
+        "tied": [list(pair) for pair in buffer.tied],
+    }
 
 
 def _between(source: Any, destination: Any) -> dict[str, Any]:

@@ -151,8 +151,21 @@ class Evidence:
 def cause(
     slug: str, confidence: Confidence, summary: str, evidence: Iterable[str], remedy: str
 ) -> Cause:
-    """A cause; empty evidence is dropped."""
-    return Cause(slug, confidence, summary, tuple(e for e in evidence if e), remedy)
+    """A cause; empty evidence is dropped, and what is true of both runs is said once."""
+    return Cause(slug, confidence, summary, _once([e for e in evidence if e]), remedy)
+
+
+def _once(evidence: list[str]) -> tuple[str, ...]:
+    left, right = ("left: ", "right: ")
+    both = {e.removeprefix(left) for e in evidence if e.startswith(left)}
+    both &= {e.removeprefix(right) for e in evidence if e.startswith(right)}
+    found = []
+    for each in evidence:
+        if each.startswith(right) and each.removeprefix(right) in both:
+            continue
+        fact = each.removeprefix(left)
+        found.append(f"both: {fact}" if each.startswith(left) and fact in both else each)
+    return tuple(found)
 
 
 def number(value: float | None) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from opdrift.case import Side
-from opdrift.causes.evidence import Evidence, cause, number, op_names, scope
+from opdrift.causes.evidence import Evidence, cause, number, op_names, scope, some
 from opdrift.causes.nondeterministic import NONDETERMINISTIC
 from opdrift.origins.kinds import draws
 from opdrift.picks import attention_regions, pick, region_pick
@@ -56,6 +56,8 @@ def rounding(e: Evidence) -> Cause | None:
     """The same arithmetic in another order: the size is what rounding gives."""
     if e.size.material:
         return None
+    if e.origin.kind == "leaf":
+        return _leaf_rounding(e)
     found = e.any_op
     where = (
         f"{found[1].name(found[2])} in {scope(found[1].module(found[2]))}"
@@ -93,6 +95,28 @@ def rounding(e: Evidence) -> Cause | None:
         evidence,
         "Nothing is wrong. For equal bits use the same kernel on both sides: the same batch size, threads"
         " (torch.set_num_threads), attention backend (sdpa_kernel) and library versions.",
+    )
+
+
+def _leaf_rounding(e: Evidence) -> Cause:
+    """Weights that one run casts to compute with, or a difference that the user allows."""
+    names, types = e.origin.names, e.dtypes()
+    which = some(names, 1)
+    if types.left == types.right:
+        return cause(
+            "rounding",
+            "certain",
+            f"{which} differs by less than the given tolerance",
+            [_size(e)],
+            "Nothing is wrong by the tolerance that you gave. Compare without it to see what differs.",
+        )
+    return cause(
+        "rounding",
+        "certain",
+        f"{which}: {types.left} in the left run, {types.right} in the right one, the same numbers up to"
+        " the rounding of the cast; mixed precision keeps the original",
+        [_size(e)],
+        "Nothing is wrong. For equal bits compute in the same precision on both sides.",
     )
 
 

@@ -38,7 +38,6 @@ def weights(e: Evidence) -> Cause | None:
     drawn, all_drawn = _drawn(e, members)
     sizes = _sizes(e, members)
     evidence = [
-        f"first used: {e.origin.names[0] if e.origin.names else 'a nameless tensor'}",
         _under_one_prefix(e.origin.names, equal),
         *drawn,
         *_dropped(e),
@@ -182,6 +181,7 @@ class _Sizes:
 def _sizes(e: Evidence, members: Sequence[Sides[Leaf | None]]) -> _Sizes:
     found = _Sizes()
     relatives: list[float] = []
+    singles: list[tuple[Leaf, Difference]] = []
     independent = 0
     for m in members:
         if m.left is None or m.right is None:
@@ -194,11 +194,12 @@ def _sizes(e: Evidence, members: Sequence[Sides[Leaf | None]]) -> _Sizes:
             continue
         relatives.append(gap.relative)
         independent += _is_independent(a, b, gap)
-        if gap.changed_index is not None and found.single is None:
-            found.single = gap
-            found.words.append(
-                f"{m.left.name}: {describe(gap)}{_index(e, m.left, gap.changed_index)}"
-            )
+        if gap.changed_index is not None:
+            singles.append((m.left, gap))
+    if len(relatives) == len(singles) == 1:
+        (leaf, found.single) = singles[0]
+        index = _index(e, leaf, found.single.changed_index or 0)
+        found.words.append(f"{leaf.name}: {describe(found.single)}{index}")
     if relatives:
         low, high = min(relatives), max(relatives)
         spread = number(low) if low == high else f"{number(low)} to {number(high)}"
@@ -210,8 +211,6 @@ def _sizes(e: Evidence, members: Sequence[Sides[Leaf | None]]) -> _Sizes:
             f"{independent} of them are about sqrt(2) times their size apart with the same spread: that is what two"
             " independent random initialisations give, no training or rounding does"
         )
-    if found.single is not None and len(relatives) > 1:
-        found.single = None
     return found
 
 

@@ -13,7 +13,7 @@ from opdrift.case import Side
 from opdrift.causes.evidence import Evidence, cause, counted, number, scope, some
 from opdrift.compare import difference
 from opdrift.origins.kinds import makes_infinite, makes_nan
-from opdrift.records import Cause
+from opdrift.records import Cause, Mark
 from opdrift.sizes import NARROW
 from opdrift.tokens import base
 from opdrift.tracefile.reader import Fingerprint
@@ -178,10 +178,19 @@ def _result_type(side: Side, op: int) -> str:
 def _casts_of(e: Evidence) -> list[str]:
     """Casts of these leaves that a library made for good."""
     names = set(e.origin.names)
+    marks: dict[str, tuple[str, Mark]] = {}
+    for side, mark in e.marks(lambda m: m.kind == "buffer-cast"):
+        if mark.fields.get("name") in names and not mark.fields.get("lossless"):
+            marks.setdefault(str(mark.fields["name"]), (side, mark))
+    if not marks:
+        return []
+    side, mark = next(iter(marks.values()))
+    fields = mark.fields
+    which = some(list(marks), 3)
     return [
-        f"{side}: {mark.fields.get('library', 'a library')} cast {mark.fields.get('name')} from {mark.fields.get('from')} to {mark.fields.get('to')} for good"
-        for side, mark in e.marks(lambda m: m.kind == "buffer-cast")
-        if mark.fields.get("name") in names
+        f"{side}: {fields.get('library', 'a library')} cast {which} from {fields.get('source_dtype')} to"
+        f" {fields.get('destination_dtype')} for good: the original is not kept, and every later op"
+        " reads the rounded numbers"
     ]
 
 

@@ -17,9 +17,15 @@ _MADE_BEFORE_USE = frozenset(["drawn", "filled", "copied", "leaf", "uninitialise
 
 
 def leaf_pairs(case: Case) -> Iterator[tuple[Leaf, Leaf]]:
-    """Rows of leaves with the same name on both sides, first with first, second with second."""
+    """Rows of leaves with the same name on both sides, first with first, second with second.
+
+    A buffer that only one run replaced before its use (by a cast one) is paired with the other's as it is.
+    """
     for name, rows in case.left.leaves.by_name.items():
-        yield from zip(rows, case.right.leaves.by_name.get(name, ()), strict=False)
+        others = case.right.leaves.by_name.get(name, [])
+        yield from zip(rows, others, strict=False)
+        if len(rows) != len(others) and others and rows[-1].kind == others[-1].kind == "buffer":
+            yield rows[-1], others[-1]
 
 
 def differing(case: Case) -> list[tuple[Leaf, Leaf]]:

@@ -213,10 +213,31 @@ class SlotJudge:
         if any(self._tainted(case.right, 1, v, limit) for v in region.boundary.right):
             return None
         if region.empty:
+            if self._differed_before(left, right, limit):
+                return None
             return self._origin("structure", "other-source", left, right, seen, region=region)
         nonfinite = case.left.nonfinite(left) != case.right.nonfinite(right)
         stands = representative(case, region, seen.consumer, nonfinite=nonfinite)
         return self._origin("structure", "region", left, right, seen, region=region, op=stands)
+
+    def _differed_before(self, left: int, right: int, limit: float) -> bool:
+        """Whether the same op wrote a part of both, equal on both sides, and the rest is known to differ."""
+        case = self._case
+        a, b = self._states(left, right)
+        for _ in range(_LOOK_BACK):
+            writers = self._writers((a, b))
+            if writers[0] < 0 or int(case.pairing.right_of[writers[0]]) != writers[1]:
+                return False
+            a = int(case.left.contents.states.before[a])
+            b = int(case.right.contents.states.before[b])
+            if a < 0 or b < 0:
+                return False
+            values = case.left.contents.value_of_state(a), case.right.contents.value_of_state(b)
+            if self._tainted(case.left, 0, values[0], limit) and self._tainted(
+                case.right, 1, values[1], limit
+            ):
+                return True
+        return False
 
     def _tainted(self, side: Side, number: int, value: int, limit: float) -> bool:
         """Whether a value at the edge of a region differs already, for a reason found before."""

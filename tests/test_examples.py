@@ -1,0 +1,139 @@
+"""Each example runs from anywhere, and its answers are the right ones."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import opdrift
+from opdrift.records import Diagnosis
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+pytestmark = pytest.mark.slow
+
+
+def run(example: str, *arguments: str | Path, cwd: Path) -> str:
+    """Run an example as a user does, from another directory; what it printed."""
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / example, *map(str, arguments)],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+class Story:
+    """A story that was told: what it printed, and the traces it left."""
+
+    def __init__(self, folder: Path, example: str, *arguments: str) -> None:
+        self.traces = folder / "traces"
+        self.printed = run(example, *arguments, "--keep", self.traces, cwd=folder)
+
+    def diff(self, left: str, right: str) -> Diagnosis:
+        return opdrift.diff(self.traces / left, self.traces / right)
+
+
+# ---- esm2_offload.py ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one-rank", "two-ranks"])
+def esm2(request, tmp_path_factory) -> Story:
+    folder = tmp_path_factory.mktemp(f"esm2-{request.param}")
+    return Story(folder, "esm2_offload.py", "--world-size", str(request.param))
+
+
+def test_the_broken_flow_differs_in_its_weights_because_nothing_loaded_them(esm2):
+    """facebookresearch/esm#297: drawn at random, never copied; offload and gathers are innocent."""
+    found = esm2.diff("broken-1.trace", "broken-2.trace")
+
+    assert found.verdict == "diverged"
+    assert found.first is not None
+    assert (found.first.kind, found.first.cause.slug) == ("leaf", "weights")
+    assert found.first.cause.confidence == "certain"
+    assert "39 of 62 tensors of the model differ before the first op" in found.first.cause.summary
+    evidence = "\n".join(found.first.cause.evidence)
+    assert "aten.uniform_.default" in evidence
+    assert "from a generator that nobody seeded; none was copied from a checkpoint" in evidence
+    assert "gathers checked, all intact" in evidence
+    assert "load the third return value" in found.first.cause.try_
+    assert len(found.origins) == 1
+
+
+def test_the_fixed_flow_is_identical(esm2):
+    found = esm2.diff("fixed-1.trace", "fixed-2.trace")
+
+    assert (found.verdict, found.origins) == ("identical", ())
+
+
+def test_the_fixed_flow_against_plain_float32_points_at_the_rotary_buffer(esm2):
+    """fairscale's mixed precision casts inv_freq to half precision and keeps no original."""
+    right = "fixed-1.trace" if (esm2.traces / "fixed-1.trace/header.json").exists() else None
+    found = esm2.diff("plain.trace", right or "fixed-1.trace/rank-00000")
+
+    assert found.verdict == "diverged"
+    assert found.first is not None
+    assert found.first.name == "layers.0.self_attn.rot_emb.inv_freq"
+    assert found.first.members == tuple(
+        f"layers.{layer}.self_attn.rot_emb.inv_freq" for layer in (1, 2)
+    )
+    assert found.first.cause.slug == "dtype"
+    assert "for good" in "\n".join(found.first.cause.evidence)
+    assert {(a.op, a.module.rpartition(".")[2]) for a in found.amplifiers} >= {
+        ("aten.sin.default", "rot_emb")
+    }
+
+
+def test_the_story_says_it_in_words(esm2):
+    assert "39 of 62 tensors of the model differ before the first op" in esm2.printed
+    assert "\nidentical:" in esm2.printed
+    assert "layers.0.self_attn.rot_emb.inv_freq" in esm2.printed.rpartition("===")[2]
+
+
+def test_one_flow_can_be_run_by_itself(tmp_path):
+    printed = run("esm2_offload.py", "--flow", "broken", "-o", "mine.trace", cwd=tmp_path)
+
+    assert "embedding of protein1" in printed
+    assert opdrift.load(tmp_path / "mine.trace").complete
+
+
+# ---- the other two -----------------------------------------------------------------------------------
+
+
+def test_fused_and_plain_attention_differ_by_rounding(tmp_path):
+    """Real weights; different ops, same numbers but for the last digits: no false alarm."""
+    story = Story(tmp_path, "minilm_attention.py")
+
+    found = story.diff("sdpa.trace", "eager.trace")
+
+    assert found.verdict == "rounding"
+    assert found.first is not None
+    assert found.first.kind == "structure"
+    assert found.first.module == "encoder.layer.0.attention.self"
+    assert found.first.op == "aten._scaled_dot_product_flash_attention_for_cpu.default"
+    assert all(not origin.material for origin in found.origins)
+    assert "rounding only" in story.printed
+
+
+def test_a_batch_of_fifteen_gives_sample_0_the_same_logits_up_to_rounding(tmp_path):
+    story = Story(tmp_path, "batch_size.py")
+
+    found = story.diff("alone.trace", "batch.trace")
+
+    assert "relative difference" in story.printed
+    assert found.alignment.left_only == found.alignment.right_only == 0
+
+
+def test_nothing_is_left_behind(tmp_path):
+    """Without --keep, the traces and the checkpoint go."""
+    run("minilm_attention.py", cwd=tmp_path)
+
+    assert list(tmp_path.iterdir()) == []
