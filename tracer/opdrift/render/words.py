@@ -11,6 +11,8 @@ from typing import Final
 
 #: Longer names are cut in the middle: both ends of a module path or a C++ kernel name tell most.
 NAME_LIMIT: Final = 160
+_PACKAGES: Final = f"{os.sep}site-packages{os.sep}"
+_INSTALLED: Final = re.compile(rf"(?<![^\s(\"'])[^\s(\"']*{re.escape(_PACKAGES)}")
 #: Unicode categories that can move the cursor, hide text or break a line: controls, formats (bidi
 #: overrides, zero-width), surrogates, private use, unassigned, line and paragraph separators.
 _UNPRINTABLE: Final = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
@@ -46,7 +48,12 @@ def _escape(character: str) -> str:
 
 
 def relative(text: str, folder: str) -> str:
-    """The same text with paths below `folder` written relative to it; "" leaves all as it is."""
+    """The same text with paths written shorter: from `folder`, or from where packages are installed.
+
+    A path of an installed package begins with its name, as an import does; "" as folder leaves the rest.
+    """
+    if _PACKAGES in text:
+        text = _INSTALLED.sub("", text)
     if not folder or folder == os.sep or folder not in text:
         return text
     return re.sub(rf"(?<![\w./-]){re.escape(folder)}{re.escape(os.sep)}", "", text)
