@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 import textwrap
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch.nn.modules import module as torch_module
@@ -38,17 +41,26 @@ class Outcome:
 
     result: Any
     error: BaseException | None
-    random_state: torch.Tensor
+    warnings: list[tuple[type[Warning], str]]
+    random_states: tuple[Any, ...]
     modes: dict[str, Any]
 
 
 def outcome_of(run: Callable[[], Any]) -> Outcome:
-    """Run from a fixed seed; keep the result or the exception, and the process's state after it."""
+    """Run from fixed seeds; keep the result or the exception, and the process's state after it."""
     torch.manual_seed(0)
-    try:
-        result, error = run(), None
-    except Exception as raised:  # the comparison is about whatever the run raises
-        result, error = None, raised
+    random.seed(0)
+    numpy.random.seed(0)
+    result, error = None, None
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        torch.set_warn_always(True)
+        try:
+            result = run()
+        except Exception as raised:  # the comparison is about whatever the run raises
+            error = raised
+        finally:
+            torch.set_warn_always(False)
     modes = {
         "grad": torch.is_grad_enabled(),
         "inference": torch.is_inference_mode_enabled(),
@@ -58,18 +70,32 @@ def outcome_of(run: Callable[[], Any]) -> Outcome:
         "threads": torch.get_num_threads(),
         "functions": torch._C._len_torch_function_stack(),
     }
-    return Outcome(result, error, torch.get_rng_state(), modes)
+    random_states = (torch.get_rng_state(), random.getstate(), numpy.random.get_state())
+    return Outcome(
+        result, error, [(w.category, str(w.message)) for w in told], random_states, modes
+    )
 
 
 def facts_of(outcome: Outcome) -> dict[str, Any]:
     """Everything about an outcome that must be equal, as comparable values."""
-    error = outcome.error
+    generator, *others = outcome.random_states
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # looking at sparse and nested tensors warns, too
+        result = [_facts(leaf) for leaf in pytree.tree_leaves(outcome.result)]
     return {
-        "result": [_facts(leaf) for leaf in pytree.tree_leaves(outcome.result)],
-        "error": None if error is None else (type(error), str(error), error.args),
-        "random state": outcome.random_state.numpy().tobytes(),
+        "result": result,
+        "error": _error_facts(outcome.error),
+        "warnings": outcome.warnings,
+        "random states": (generator.numpy().tobytes(), repr(others)),
         "modes": outcome.modes,
     }
+
+
+def _error_facts(error: BaseException | None) -> Any:
+    if error is None:
+        return None
+    chain = (_error_facts(error.__cause__), _error_facts(error.__context__))
+    return type(error), str(error), error.args, getattr(error, "__notes__", None), chain
 
 
 def _facts(leaf: Any) -> Any:
@@ -83,12 +109,20 @@ def _facts(leaf: Any) -> Any:
         "layout": leaf.layout,
         "requires_grad": leaf.requires_grad,
         "is_leaf": leaf.is_leaf,
-        "grad_fn": type(leaf.grad_fn).__name__,
+        "graph": _graph(leaf.grad_fn),
+        "attributes": sorted(vars(leaf)),
         "inference": leaf.is_inference(),
         "version": None if leaf.is_inference() else leaf._version,
         "flags": (leaf.is_conj(), leaf.is_neg()),
         "content": [_strided_facts(part) for part in _parts(leaf.detach())],
     }
+
+
+def _graph(node: Any, depth: int = 8) -> Any:
+    """The names of the autograd nodes behind a tensor."""
+    if node is None or depth == 0:
+        return None
+    return node.name(), [_graph(following, depth - 1) for following, _ in node.next_functions]
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -119,11 +153,21 @@ def _strided_facts(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (*layout, dense.view(torch.uint8).numpy().tobytes())
 
 
-def global_hooks() -> dict[str, list[int]]:
-    """Per registry, the ids of the process-wide module hooks."""
-    return {
+def process_wide() -> dict[str, Any]:
+    """What a recorder may change in the process while it is open, and must put back."""
+    hooks = {
         name: [id(hook) for hook in getattr(torch_module, name).values() if callable(hook)]
         for name in GLOBAL_HOOKS
+    }
+    dynamo = sys.modules.get("torch._dynamo.callback")
+    handler = None if dynamo is None else dynamo.callback_handler
+    return hooks | {
+        "hook check": torch_module._has_any_global_hook,
+        "importers": list(map(id, sys.meta_path)),
+        "filters": list(warnings.filters),
+        "dispatch modes": torch._C._len_torch_dispatch_stack(),
+        "function modes": torch._C._len_torch_function_stack(),
+        "compile callbacks": handler and (*handler.start_callbacks, *handler.end_callbacks),
     }
 
 
@@ -136,7 +180,8 @@ def unchanged(tmp_path: Path) -> Callable[..., opdrift.Trace]:
     """
 
     def check(run: Callable[[], Any], **options: Any) -> opdrift.Trace:
-        hooks = global_hooks()
+        outcome_of(run)  # the first run of all imports things, with warnings of their own
+        process = process_wide()
         before = outcome_of(run)
         with opdrift.record(tmp_path / "run.trace", overwrite=True, **options):
             recorded = outcome_of(run)
@@ -145,8 +190,7 @@ def unchanged(tmp_path: Path) -> Callable[..., opdrift.Trace]:
         expected = facts_of(before)
         assert facts_of(recorded) == expected
         assert facts_of(after) == expected
-        assert global_hooks() == hooks
-        assert torch._C._len_torch_dispatch_stack() == 0
+        assert process_wide() == process
         trace = opdrift.load(tmp_path / "run.trace")
         assert trace.incomplete is None
         assert trace.footer is not None
@@ -154,6 +198,14 @@ def unchanged(tmp_path: Path) -> Callable[..., opdrift.Trace]:
         return trace
 
     return check
+
+
+@pytest.fixture
+def restored() -> Iterator[None]:
+    """Check that the test leaves the process as it found it."""
+    process = process_wide()
+    yield
+    assert process_wide() == process
 
 
 @pytest.fixture

@@ -181,6 +181,7 @@ def test_a_recompilation_for_new_shapes_happens_as_without_recording(counter: An
     assert recorded == plain
 
 
+@pytest.mark.usefixtures("restored")
 def test_a_reset_of_dynamo_inside_the_trace_does_no_harm(counter: Any, tmp_path: Path):
     a = torch.randn(2, 4)
 

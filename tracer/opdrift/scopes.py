@@ -9,9 +9,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import json
-import re
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -51,15 +49,6 @@ def clean(path: str) -> str:
     if "_" not in path:
         return path
     return ".".join(part for part in path.split(".") if part not in WRAPPERS)
-
-
-_HOOK_WARNING: Final = (
-    "ignore",
-    re.compile(r"Using `torch\.compile\(module\)` when there are global hooks"),
-    UserWarning,
-    None,
-    0,
-)
 
 
 def unwrapped(module: Module) -> Module:
@@ -129,28 +118,20 @@ class Scopes:
     def on(self) -> None:
         """Install the hooks."""
         if not self._handles:
-            self._silence_warning()
             self._handles = [
                 torch_modules.register_module_forward_pre_hook(self.enter),
                 # always_call: an exception in a child must not leave the stack unbalanced
                 torch_modules.register_module_forward_hook(self.leave, always_call=True),
             ]
+            torch_modules._has_any_global_hook = _has_hook_of_the_program
 
     def off(self) -> None:
         """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        if _HOOK_WARNING in warnings.filters:
-            warnings.filters.remove(_HOOK_WARNING)  # type: ignore[attr-defined]
-
-    def _silence_warning(self) -> None:
-        """Keep torch.compile from warning the user about hooks that are ours.
-
-        Written into the list itself: `warnings.filterwarnings` would make once-only warnings show again.
-        """
-        if not torch_modules._has_any_global_hook():
-            warnings.filters.insert(0, _HOOK_WARNING)  # type: ignore[attr-defined]
+        if not any(isinstance(owner, Scopes) for owner in _owners_of_global_hooks()):
+            torch_modules._has_any_global_hook = _has_any_global_hook
 
     # ---- names ---------------------------------------------------------------------------------------
 
@@ -282,6 +263,23 @@ class Scopes:
 
 
 hide_from_dynamo(Scopes.enter, Scopes.leave)
+
+_has_any_global_hook: Final = torch_modules._has_any_global_hook
+
+
+def _has_hook_of_the_program() -> bool:
+    """As torch's `_has_any_global_hook`, hooks of recorders left out.
+
+    torch asks it for one thing only: to warn at every call of a compiled module while there are any.
+    """
+    return any(not isinstance(owner, Scopes) for owner in _owners_of_global_hooks())
+
+
+def _owners_of_global_hooks() -> Iterator[object]:
+    """Of each process-wide module hook, the object whose method it is; None for a plain function."""
+    for name in ("backward_pre", "backward", "forward", "forward_pre"):
+        for hook in getattr(torch_modules, f"_global_{name}_hooks").values():
+            yield getattr(hook, "__self__", None)
 
 
 def _keyword_arguments() -> Mapping[str, Any]:
