@@ -113,7 +113,7 @@ def _facts(leaf: Any) -> Any:
         "attributes": sorted(vars(leaf)),
         "inference": leaf.is_inference(),
         "version": None if leaf.is_inference() else leaf._version,
-        "flags": (leaf.is_conj(), leaf.is_neg()),
+        "flags": (leaf.is_conj(), leaf.is_neg(), leaf._is_zerotensor()),
         "content": [_strided_facts(part) for part in _parts(leaf.detach())],
     }
 
@@ -149,6 +149,8 @@ def _strided_facts(tensor: torch.Tensor) -> tuple[Any, ...]:
     layout = (tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
     if tensor.device.type == "meta" or type(tensor) is not torch.Tensor:
         return layout
+    if tensor._is_zerotensor():
+        tensor = tensor.clone()
     dense = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
     return (*layout, dense.view(torch.uint8).numpy().tobytes())
 

@@ -417,6 +417,14 @@ class Doubled(torch.autograd.Function):
 
 
 @case
+def zeros_without_memory():
+    """Backward of `sgn` hands out zeros that have a shape and a storage, but no memory."""
+    a = torch.randn(3, requires_grad=True)
+    torch.sgn(a).sum().backward()
+    return a.grad, torch._efficientzerotensor(4), torch._efficientzerotensor(4) + 1
+
+
+@case
 def custom_autograd_function():
     a = torch.randn(3, requires_grad=True)
     Doubled.apply(a).sum().backward()

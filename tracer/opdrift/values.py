@@ -239,9 +239,12 @@ class Values:
         if row == FINGERPRINTS:
             self._flush(t)
             row = 0
-        n = tensor.numel()
+        n, address = tensor.numel(), tensor.data_ptr()
+        if not address and n:  # autograd's zeros have no memory, and reading it would end the process
+            tensor = self.engine.plain(tensor)
+            address = tensor.data_ptr()
         (self.put if n < self.large else self.put_large)(
-            t.fingerprint_at + row * self.row_bytes, tensor.data_ptr(), n, kind, value
+            t.fingerprint_at + row * self.row_bytes, address, n, kind, value
         )
         t.fingerprint_count = row + 1
 

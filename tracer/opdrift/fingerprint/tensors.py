@@ -96,6 +96,8 @@ def plain(tensor: Tensor) -> Tensor:
     """
     with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction(), torch.no_grad():
         tensor = tensor.detach()
+        if tensor._is_zerotensor():  # autograd's zeros without memory; only a copy has some
+            tensor = tensor.clone()
         if tensor.is_quantized:
             tensor = tensor.int_repr().contiguous().reshape(-1).view(torch.uint8).view(_RAW_DTYPE)
         elif tensor.is_complex():
