@@ -209,7 +209,9 @@ class Contents:
             lambda meta: word(f"{meta.dtype}{meta.shape}{meta.stride}"), np.uint64
         )
 
-    def _per_layout(self, of: Callable[[TensorMeta], object], dtype: type[np.generic]) -> npt.NDArray[Any]:
+    def _per_layout(
+        self, of: Callable[[TensorMeta], object], dtype: type[np.generic]
+    ) -> npt.NDArray[Any]:
         """A column over the values of what is asked of each value's layout; zero for "none"."""
         used, inverse = np.unique(self.trace.values.meta, return_inverse=True)
         answers = [of(self.trace.meta_of(int(m))) if m else 0 for m in used]

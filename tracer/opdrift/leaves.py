@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
 import numpy as np
 
+from opdrift.align.sequence import Level, refine
 from opdrift.contents import Contents
 from opdrift.records import Leaf, LeafKind
+from opdrift.tokens import Words
 
 #: Kinds of values that a run starts from, and moments at which they are seen before it changed them.
 STARTS: Final[frozenset[LeafKind]] = frozenset({"parameter", "buffer", "input", "constant"})
@@ -32,6 +34,38 @@ class Use:
     op: int
     seen: int
     value: int
+
+
+def match_rows(
+    left: Sequence[Leaf], right: Sequence[Leaf], words: tuple[Words, Words]
+) -> tuple[list[tuple[Leaf, Leaf]], list[Leaf], list[Leaf]]:
+    """Match the rows of one name: in order if both runs have as many, else equal contents first.
+
+    Args:
+        left: Rows of the left run, in order.
+        right: Rows of the right run.
+        words: Content word of each value, per side.
+
+    Returns:
+        Pairs in the order of the left run, and what is left over on each side.
+    """
+    if len(left) == len(right):
+        return list(zip(left, right, strict=True)), [], []
+    contents = (
+        words[0][np.array([leaf.value for leaf in left], np.int64)],
+        words[1][np.array([leaf.value for leaf in right], np.int64)],
+    )
+    anything = np.ones(len(left), np.uint64), np.ones(len(right), np.uint64)
+    found = refine([Level(*contents), Level(*anything)])
+    pairs = [
+        (left[i], right[j]) for i, j in zip(found.left.tolist(), found.right.tolist(), strict=True)
+    ]
+    taken = set(found.left.tolist()), set(found.right.tolist())
+    return (
+        pairs,
+        [leaf for i, leaf in enumerate(left) if i not in taken[0]],
+        [leaf for j, leaf in enumerate(right) if j not in taken[1]],
+    )
 
 
 class LeafTable:
@@ -66,6 +100,21 @@ class LeafTable:
     def of(self, value: int) -> list[Leaf]:
         """Leaf rows that a value is, or is a view of."""
         return self.by_state.get(int(self._contents.states.of[value]), [])
+
+    def of_storage(self, value: int) -> Leaf | None:
+        """The first named leaf in the storage of a value, at whatever write count."""
+        storage = self._contents.trace.values.storage
+        rows = self._by_storage.get(int(storage[value]))
+        return rows[0] if rows else None
+
+    @cached_property
+    def _by_storage(self) -> dict[int, list[Leaf]]:
+        storage = self._contents.trace.values.storage
+        found: dict[int, list[Leaf]] = defaultdict(list)
+        for leaf in self.starts:
+            if leaf.name:
+                found[int(storage[leaf.value])].append(leaf)
+        return found
 
     def best(self, value: int, module: str) -> Leaf | None:
         """The row that names a value best for a reader in `module`.

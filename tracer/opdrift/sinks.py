@@ -10,7 +10,7 @@ import numpy as np
 
 from opdrift.contents import Contents
 from opdrift.flow import steering_ops, unread
-from opdrift.leaves import LeafTable
+from opdrift.leaves import LeafTable, match_rows
 from opdrift.pairs import DIFFERENT, Compared
 from opdrift.records import Leaf, LeafKind
 
@@ -50,24 +50,26 @@ def find_sinks(compared: Compared, left: LeafTable, right: LeafTable) -> list[Si
 def _named(compared: Compared, left: LeafTable, right: LeafTable) -> list[Sink]:
     found: list[Sink] = []
     kinds: tuple[LeafKind, ...] = ("output", "gradient", "parameter", "buffer")
+    words = compared.left.by_place, compared.right.by_place
     for kind in kinds:
-        a, b = _numbered(left.outputs, kind), _numbered(right.outputs, kind)
-        found += [_sink(compared, kind, k[0], a[k], b[k]) for k in a if k in b]
-        rest = [a[k] for k in a if k not in b], [b[k] for k in b if k not in a]
+        a, b = _by_name(left.outputs, kind), _by_name(right.outputs, kind)
+        rest: tuple[list[Leaf], list[Leaf]] = ([], [])
+        for name in dict.fromkeys([*a, *b]):
+            pairs, *over = match_rows(a.get(name, ()), b.get(name, ()), words)
+            found += [_sink(compared, kind, name, x.value, y.value) for x, y in pairs]
+            rest[0].extend(over[0])
+            rest[1].extend(over[1])
         if kind in ("parameter", "buffer"):
             rest = _with_entries(compared, kind, rest, (left, right), found)
-        found += _renamed(compared, kind, *rest)
+        found += _renamed(compared, kind, rest)
     return found
 
 
-def _numbered(rows: Sequence[Leaf], kind: LeafKind) -> dict[tuple[str, int], int]:
-    """(name, occurrence) -> value."""
-    counts: dict[str, int] = defaultdict(int)
-    found = {}
+def _by_name(rows: Sequence[Leaf], kind: LeafKind) -> dict[str, list[Leaf]]:
+    found: dict[str, list[Leaf]] = defaultdict(list)
     for leaf in rows:
         if leaf.kind == kind:
-            found[leaf.name, counts[leaf.name]] = leaf.value
-            counts[leaf.name] += 1
+            found[leaf.name].append(leaf)
     return found
 
 
@@ -87,69 +89,81 @@ def _differ(compared: Compared, left: int, right: int) -> bool:
 def _with_entries(
     compared: Compared,
     kind: LeafKind,
-    rest: tuple[list[int], list[int]],
+    rest: tuple[list[Leaf], list[Leaf]],
     tables: tuple[LeafTable, LeafTable],
     found: list[Sink],
-) -> tuple[list[int], list[int]]:
+) -> tuple[list[Leaf], list[Leaf]]:
     """A parameter that only one run changed is held against what it was in the other."""
-    left, right = tables
-    open_left, open_right = [], []
-    names = {leaf.value: leaf.name for leaf in left.outputs if leaf.kind == kind}
-    for value in rest[0]:
-        entry = right.by_name.get(names[value])
+    open_: tuple[list[Leaf], list[Leaf]] = ([], [])
+    for leaf in rest[0]:
+        entry = tables[1].by_name.get(leaf.name)
         if entry:
-            found.append(_sink(compared, kind, names[value], value, entry[0].value))
+            found.append(_sink(compared, kind, leaf.name, leaf.value, entry[0].value))
         else:
-            open_left.append(value)
-    names = {leaf.value: leaf.name for leaf in right.outputs if leaf.kind == kind}
-    for value in rest[1]:
-        entry = left.by_name.get(names[value])
+            open_[0].append(leaf)
+    for leaf in rest[1]:
+        entry = tables[0].by_name.get(leaf.name)
         if entry:
-            found.append(_sink(compared, kind, names[value], entry[0].value, value))
+            found.append(_sink(compared, kind, leaf.name, entry[0].value, leaf.value))
         else:
-            open_right.append(value)
-    return open_left, open_right
+            open_[1].append(leaf)
+    return open_
 
 
-def _renamed(compared: Compared, kind: LeafKind, left: list[int], right: list[int]) -> list[Sink]:
-    """Results without a namesake: matched by the pair that made them, then by content, then in order."""
+def _renamed(compared: Compared, kind: LeafKind, rest: tuple[list[Leaf], list[Leaf]]) -> list[Sink]:
+    """Results without a namesake: matched by the pair that made them, then by content, then in order.
+
+    What only one run returned is no difference of the other; a gradient that only one run has is.
+    """
     found: list[Sink] = []
-    if not left and not right:
-        return found
-    by_row: dict[tuple[int, int], int] = {}
-    for value in right:
-        writer = int(compared.right.states.writer[compared.right.states.of[value]])
-        by_row.setdefault((writer, int(compared.right.root_slot[value])), value)
-    rest_left = []
-    taken: set[int] = set()
-    for value in left:
-        writer = int(compared.left.states.writer[compared.left.states.of[value]])
-        partner = int(compared.pairing.right_of[writer]) if writer >= 0 else -1
-        match = by_row.get((partner, int(compared.left.root_slot[value]))) if partner >= 0 else None
-        if match is None or match in taken:
-            rest_left.append(value)
-        else:
-            taken.add(match)
-            found.append(_sink(compared, kind, "", value, match))
-    rest_right = [v for v in right if v not in taken]
-    words: dict[int, list[int]] = defaultdict(list)
-    for value in rest_right:
-        words[int(compared.right.by_place[value])].append(value)
-    open_left = []
-    for value in rest_left:
-        equal = words.get(int(compared.left.by_place[value]) or -1)
-        if equal:
-            match = equal.pop(0)
-            taken.add(match)
-            found.append(_sink(compared, kind, "", value, match))
-        else:
-            open_left.append(value)
-    open_right = [v for v in rest_right if v not in taken]
-    for i in range(max(len(open_left), len(open_right))):
-        a = open_left[i] if i < len(open_left) else None
-        b = open_right[i] if i < len(open_right) else None
-        found.append(Sink("", kind, a, b, differs=True))
+    left, right = list(rest[0]), list(rest[1])
+    for key_of in (_by_maker, _by_content):
+        keys = key_of(compared, left, right)
+        places: dict[object, list[int]] = defaultdict(list)
+        for j, key in enumerate(keys[1]):
+            if key is not None:
+                places[key].append(j)
+        taken: tuple[set[int], set[int]] = (set(), set())
+        for i, key in enumerate(keys[0]):
+            if key is not None and places[key]:
+                j = places[key].pop(0)
+                taken[0].add(i)
+                taken[1].add(j)
+                found.append(_sink(compared, kind, left[i].name, left[i].value, right[j].value))
+        left = [leaf for i, leaf in enumerate(left) if i not in taken[0]]
+        right = [leaf for j, leaf in enumerate(right) if j not in taken[1]]
+    both = min(len(left), len(right))
+    found += [
+        Sink(a.name, kind, a.value, b.value, differs=True)
+        for a, b in zip(left[:both], right[:both], strict=True)
+    ]
+    if kind == "gradient":
+        found += [Sink(leaf.name, kind, leaf.value, None, differs=True) for leaf in left[both:]]
+        found += [Sink(leaf.name, kind, None, leaf.value, differs=True) for leaf in right[both:]]
     return found
+
+
+Keys = tuple[list[object], list[object]]
+
+
+def _by_maker(compared: Compared, left: list[Leaf], right: list[Leaf]) -> Keys:
+    """The left op that made each value, or whose counterpart did, and which of its outputs it is."""
+    a: list[object] = []
+    for leaf in left:
+        op, slot = _made(compared.left, leaf.value)
+        a.append((op, slot) if op >= 0 and compared.pairing.right_of[op] >= 0 else None)
+    b: list[object] = []
+    for leaf in right:
+        op, slot = _made(compared.right, leaf.value)
+        partner = int(compared.pairing.left_of[op]) if op >= 0 else -1
+        b.append((partner, slot) if partner >= 0 else None)
+    return a, b
+
+
+def _by_content(compared: Compared, left: list[Leaf], right: list[Leaf]) -> Keys:
+    a = [int(compared.left.by_place[leaf.value]) or None for leaf in left]
+    b = [int(compared.right.by_place[leaf.value]) or None for leaf in right]
+    return list(a), list(b)
 
 
 def _alive(compared: Compared, left: LeafTable, right: LeafTable, *, only_one: bool) -> list[Sink]:

@@ -15,6 +15,7 @@ _MASKING_OPS: Final = frozenset(
     ["masked_fill", "masked_fill_", "_masked_softmax", "where", "tril", "triu", "tril_", "triu_"]
 )
 _POSITION_OPS: Final = frozenset(["embedding", "cos", "sin"])
+_ATTENDING: Final = ("bmm", "mm", "attention", "matmul", "baddbmm", "cat")
 _COUNTING: Final = frozenset(["arange", "cumsum"])
 #: Settings that other causes say better.
 _ELSEWHERE: Final = frozenset(["training", "train", "dtype", "out_dtype"])
@@ -31,11 +32,12 @@ def op_args(e: Evidence) -> Cause | None:
         f"{s.name}: {s.left if s.left is not None else 'absent'} against {s.right if s.right is not None else 'absent'}"
         for s in settings
     ]
+    where = "to another place" if e.origin.story == "placed" else "with other arguments"
     subject = f"{made or op.name} in {scope(op.call.path)}"
     return cause(
         "op-args",
         "certain",
-        f"{subject} was called with other arguments: {', '.join(words[:3])}",
+        f"{subject} was called {where}: {', '.join(words[:3])}",
         [
             *words,
             *(f"{name}: {side.place(i)}" for name, side, i in e.sides if i is not None),
@@ -103,6 +105,39 @@ def position_ids(e: Evidence) -> Cause | None:
             *(f"{name}: {side.place(i)}" for name, side, i in counting[:3]),
         ],
         "Compute positions from the attention mask in both runs (cumsum(mask) - 1), and continue them with a cache.",
+    )
+
+
+def kv_cache(e: Evidence) -> Cause | None:
+    """What was appended to a cache went to another place."""
+    found = e.any_op
+    if e.origin.story != "placed" or found is None:
+        return None
+    reader = e.consumer()
+    evidence = [_setting(s) for s in e.origin.settings]
+    evidence += [
+        f"{name}: {side.place(i)} writes into a part of a larger tensor"
+        for name, side, i in e.sides
+        if i is not None
+    ]
+    evidence += [
+        f"{name}: {side.place(i)} reads it"
+        for name, side, i in (
+            ("left", e.case.left, reader.left),
+            ("right", e.case.right, reader.right),
+        )
+        if i is not None
+    ]
+    evidence.append("what was written is equal in both runs, where it was written is not")
+    reads = e.case.left.name(reader.left) if reader.left is not None else ""
+    if not any(word in reads for word in _ATTENDING):
+        return None
+    return cause(
+        "kv-cache",
+        "likely",
+        f"{found[1].name(found[2])} in {scope(found[1].module(found[2]))} writes the same values to another place of a cache",
+        evidence,
+        "Compare the cache positions of both runs: cache_position, the offset that each step writes at, and what is cropped.",
     )
 
 

@@ -95,11 +95,12 @@ class Evidence:
 
     @property
     def any_op(self) -> tuple[str, Side, int] | None:
-        """The op that stands for the origin: the left one, else the right one."""
-        for name, side, op in self.sides:
-            if op is not None:
-                return name, side, op
-        return None
+        """The op that stands for the origin, on its side."""
+        shown = self.origin.shown
+        if shown is None:
+            return None
+        name, side, _ = self.sides[shown[0]]
+        return name, side, shown[1]
 
     def op(self) -> Op | None:
         """That op, expanded."""

@@ -157,23 +157,21 @@ def _written(e: Evidence) -> Cause | None:
     found = e.any_op
     if found is None:
         return None
-    region = e.origin.region
-    number_ = 0 if region.left else 1
-    name, side = (("left", e.case.left), ("right", e.case.right))[number_]
-    writer = (region.left or region.right)[0]
+    name, side, writer = found
+    number_ = 0 if name == "left" else 1
     reader = (e.consumer().left, e.consumer().right)[number_]
-    value = (e.origin.values.left, e.origin.values.right)[number_]
-    leaves = [] if value is None else side.leaves.of(value)
+    leaf = e.origin.leaf.left or e.origin.leaf.right
     evidence = [
         f"{name}: {side.place(writer)} wrote into it",
         f"{name}: {side.place(reader)} reads it afterwards" if reader is not None else "",
         f"the other run reads the same tensor as it was before that write{_partner(e, number_, writer)}",
-        f"it is {leaves[0].name}" if leaves and leaves[0].name else "",
+        f"it is {leaf.name}" if leaf is not None else "",
     ]
     return cause(
         "inplace",
         "certain",
-        f"{side.name(writer)} in {scope(side.module(writer))} changes a tensor that is still used, in the {name} run only",
+        f"{side.name(writer)} in {scope(side.module(writer))} changes {leaf.name if leaf is not None else 'a tensor'},"
+        f" which is still used, in the {name} run only",
         evidence,
         "Use the op that returns a new tensor (x = x.add(y) instead of x.add_(y), x = x * y instead of x *= y), or"
         " clone() the tensor first.",

@@ -62,6 +62,36 @@ def weights(e: Evidence) -> Cause | None:
     return cause("weights", "certain", summary, evidence, remedy)
 
 
+def weights_written(e: Evidence) -> Cause | None:
+    """A parameter was written once more in one run: initialised again, or updated."""
+    leaf = e.origin.leaf.left or e.origin.leaf.right
+    found = e.any_op
+    if e.origin.story != "written" or leaf is None or leaf.kind != "parameter" or found is None:
+        return None
+    name, side, writer = found
+    value = (e.origin.values.left, e.origin.values.right)[0 if name == "left" else 1]
+    made = side.lineage.of(value) if value is not None else None
+    what = {
+        "drawn": "drawn at random again",
+        "filled": "filled with a constant",
+        "copied": "copied over",
+    }
+    how = what.get(made.kind, "changed") if made is not None else "changed"
+    return cause(
+        "weights",
+        "certain",
+        f"{leaf.name} was {how} in the {name} run, and not in the other",
+        [
+            f"{name}: {side.place(writer)} wrote it",
+            f"{name}: written last by {' <- '.join(made.chain[:4])}"
+            if made is not None and made.chain
+            else "",
+            "the other run still has what it had before that write",
+        ],
+        "Initialise first, then load the checkpoint, and step the optimizer equally often in both runs.",
+    )
+
+
 def buffer_state(e: Evidence) -> Cause | None:
     """A buffer differs: running statistics, counters, caches, tables."""
     leaf = e.origin.leaf.left or e.origin.leaf.right

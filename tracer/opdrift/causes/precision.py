@@ -13,7 +13,7 @@ from opdrift.case import Side
 from opdrift.causes.evidence import Evidence, cause, counted, number, scope, some
 from opdrift.compare import difference
 from opdrift.origins.kinds import makes_infinite, makes_nan
-from opdrift.records import Cause, Mark
+from opdrift.records import Cause, Leaf, Mark
 from opdrift.sizes import NARROW
 from opdrift.tokens import base
 from opdrift.tracefile.reader import Fingerprint
@@ -360,6 +360,7 @@ def _quantised_op(e: Evidence) -> Cause | None:
         for op in e.ops_of(number)
         if any(word in side.name(op).lower() for word in _QUANTISED_NAMES)
     ]
+    used += _dequantised(e)
     if not used or (e.origin.story == "op" and not e.origin.settings):
         return None
     sides = {name for name, _, _ in used}
@@ -371,6 +372,26 @@ def _quantised_op(e: Evidence) -> Cause | None:
         f"{which} computes with quantised numbers in {scope(side.module(op))}",
         [f"{name}: {s.place(o)}" for name, s, o in used[:5]],
         "Compare with the full-precision model, or quantise both runs with the same bits, group size and scales.",
+    )
+
+
+def _dequantised(e: Evidence) -> list[tuple[str, Side, int]]:
+    """Ops that start a region from a leaf of a quantised type, or one named like a part of a quantised weight."""
+    found = []
+    for number_, (name, side, _) in enumerate(e.sides):
+        boundary = (e.origin.boundary.left, e.origin.boundary.right)[number_]
+        ops = e.ops_of(number_)
+        leaves = [leaf for v in boundary for leaf in side.leaves.of(v)]
+        if ops and any(_is_quantised_leaf(side, leaf) for leaf in leaves):
+            found.append((name, side, ops[0]))
+    return found
+
+
+def _is_quantised_leaf(side: Side, leaf: Leaf) -> bool:
+    last = leaf.name.rpartition(".")[2]
+    kind = side.trace.meta(leaf.value).dtype
+    return leaf.kind != "input" and (
+        kind in _QUANTISED_TYPES or any(word in last for word in _QUANTISED_LEAVES)
     )
 
 

@@ -58,9 +58,8 @@ def divergence(
 
 
 def _place(case: Case, origin: Origin) -> tuple[Side, int] | None:
-    if origin.op.left is not None:
-        return case.left, origin.op.left
-    return (case.right, origin.op.right) if origin.op.right is not None else None
+    shown = origin.shown
+    return None if shown is None else ((case.left, case.right)[shown[0]], shown[1])
 
 
 def _meta(side: Side, value: int | None) -> str | None:

@@ -12,7 +12,7 @@ _MOVING: Final = frozenset(
     ["clone", "copy_", "contiguous", "lift_fresh", "lift_fresh_copy", "alias", "detach", "detach_"]
 )
 #: Ops by which programs write -inf on purpose.
-_MASKING: Final = frozenset(["masked_fill", "masked_fill_", "where", "add", "add_", "copy_", "log"])
+_MASKING: Final = frozenset(["masked_fill", "masked_fill_", "where", "add", "add_", "copy_"])
 #: Argument that says with which probability elements are dropped.
 _PROBABILITIES: Final = ("dropout_p", "p")
 #: Arguments that say whether a layer trains.

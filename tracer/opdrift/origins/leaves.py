@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from opdrift.case import Case, Side
-from opdrift.leaves import Use
+from opdrift.leaves import Use, match_rows
 from opdrift.origins.model import Origin
 from opdrift.pairs import DIFFERENT
 from opdrift.records import Leaf, Sides
@@ -17,14 +17,17 @@ _MADE_BEFORE_USE = frozenset(["drawn", "filled", "copied", "leaf", "uninitialise
 
 
 def leaf_pairs(case: Case) -> Iterator[tuple[Leaf, Leaf]]:
-    """Rows of leaves with the same name on both sides, first with first, second with second.
+    """Rows of leaves with the same name on both sides.
 
     A buffer that only one run replaced before its use (by a cast one) is paired with the other's as it is.
     """
+    words = case.left.contents.by_place, case.right.contents.by_place
     for name, rows in case.left.leaves.by_name.items():
-        others = case.right.leaves.by_name.get(name, [])
-        yield from zip(rows, others, strict=False)
-        if len(rows) != len(others) and others and rows[-1].kind == others[-1].kind == "buffer":
+        others = case.right.leaves.by_name.get(name)
+        if not others:
+            continue
+        yield from match_rows(rows, others, words)[0]
+        if len(rows) != len(others) and rows[-1].kind == others[-1].kind == "buffer":
             yield rows[-1], others[-1]
 
 

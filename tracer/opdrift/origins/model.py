@@ -10,7 +10,7 @@ from opdrift.records import ArgumentDifference, DivergenceKind, Leaf, Sides
 #: How an origin shows.
 #: "leaf": a leaf differs. "op": equal inputs, other outputs. "factory": a constant made by the program differs.
 #: "hidden-write": a leaf's content changed without an op. "written": an op wrote into a tensor that the
-#: other run left alone. "other-source": the runs read different tensors that both have. "region": one run
+#: other run left alone. "placed": the same op wrote the same content, but elsewhere in a larger tensor. "other-source": the runs read different tensors that both have. "region": one run
 #: has ops between that the other has not. "settings": inputs differ already, and so do the arguments.
 #: "nonfinite": NaN or infinite values appear although none came in. "amplified": the output differs by
 #: more than the inputs explain.
@@ -20,6 +20,7 @@ Story = Literal[
     "factory",
     "hidden-write",
     "written",
+    "placed",
     "other-source",
     "region",
     "settings",
@@ -48,6 +49,7 @@ class Origin:
         settings: Arguments that differ.
         region: Ops that only one side has between here and what is common, per side.
         boundary: The values that those ops start from, per side.
+        on_right: The right op is the one to show: it did what the left one did not.
         inputs_match: Whether all inputs are known equal; None where not all are known.
         order: Where it stands in the left run.
     """
@@ -65,10 +67,19 @@ class Origin:
     region: Sides[tuple[int, ...]] = NO_OPS
     boundary: Sides[tuple[int, ...]] = NO_OPS
     inputs_match: bool | None = None
+    on_right: bool = False
 
     def grouped(self, members: tuple[Sides[Leaf | None], ...]) -> Origin:
         """The same origin, standing for more leaves."""
         return replace(self, members=members)
+
+    @property
+    def shown(self) -> tuple[int, int] | None:
+        """(0 for left or 1 for right, op) of the op that stands for it."""
+        sides = [(0, self.op.left), (1, self.op.right)]
+        if self.on_right:
+            sides.reverse()
+        return next(((number, op) for number, op in sides if op is not None), None)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -66,6 +66,9 @@ class SlotJudge:
         made_by = self._constant(left, right)
         if made_by >= 0:
             return self._factory(left, right, made_by, seen)
+        placed = self._placed(states, left, right, seen)
+        if placed is not None:
+            return placed
         written = self._written(left, right, seen)
         if written is not None:
             return written
@@ -147,6 +150,47 @@ class SlotJudge:
         )
         return replace(found, settings=settings)
 
+    def _placed(self, states: tuple[int, int], left: int, right: int, seen: _Seen) -> Origin | None:
+        """The same op wrote the same content into another part of a larger tensor."""
+        case = self._case
+        a, b = states
+        for _ in range(_LOOK_BACK):
+            writers = self._writers((a, b))
+            if writers[0] < 0 or int(case.pairing.right_of[writers[0]]) != writers[1]:
+                return None
+            if writers[0] in self._ops.left:
+                return None
+            targets = (
+                self._target(case.left, writers[0], a),
+                self._target(case.right, writers[1], b),
+            )
+            if targets[0] >= 0 and targets[1] >= 0:
+                row = self._constant(*targets)
+                made = (
+                    (int(case.pairing.left[row]), int(case.pairing.right[row]))
+                    if row >= 0
+                    else None
+                )
+                if made is not None and (settings := case.settings(*made)):
+                    region = Region(Sides((writers[0],), (writers[1],)), Sides((), ()))
+                    found = self._origin(
+                        "op", "placed", left, right, seen, region=region, op=Sides(*writers)
+                    )
+                    return replace(found, settings=settings)
+            a = int(case.left.contents.states.before[a])
+            b = int(case.right.contents.states.before[b])
+            if a < 0 or b < 0:
+                return None
+        return None
+
+    def _target(self, side: Side, writer: int, state: int) -> int:
+        """What an op was given to write into: its input in the state before; -1 if it made the storage."""
+        before = int(side.contents.states.before[state])
+        for value in side.trace.ops.inputs[writer].tolist():
+            if before >= 0 and int(side.contents.states.of[value]) == before:
+                return int(value)
+        return -1
+
     def _written(self, left: int, right: int, seen: _Seen) -> Origin | None:
         """One run wrote once more into a tensor that the other only reads."""
         case = self._case
@@ -197,7 +241,26 @@ class SlotJudge:
             Sides((writer,), ()) if number == 0 else Sides((), (writer,)), Sides((), ())
         )
         kind: DivergenceKind = "op" if other is not None else "structure"
-        return self._origin(kind, "written", left, right, seen, region=region, op=ops)
+        found = self._origin(
+            kind,
+            "written",
+            left,
+            right,
+            seen,
+            region=region,
+            op=ops,
+            leaf=self._storage_names(left, right),
+        )
+        if seen.row < 0:
+            # nothing reads it but the end of the run: what changes the results on the way comes first
+            found = replace(found, order=found.order + len(case.left.trace.ops))
+        return replace(found, on_right=number == 1)
+
+    def _storage_names(self, left: int, right: int) -> Sides[Leaf | None]:
+        """The leaves that the storages of two values were called, whatever was written into them since."""
+        return Sides(
+            self._case.left.leaves.of_storage(left), self._case.right.leaves.of_storage(right)
+        )
 
     def _region(self, left: int, right: int, seen: _Seen) -> Origin | None:
         """The runs made the values in different ways."""
