@@ -29,20 +29,23 @@ def heading(text: str) -> None:
     print(f"\n=== {text}\n", flush=True)
 
 
-def diff_trace(folder: Path, left: str, right: str, *options: str) -> int:
-    """Run `diff-trace left right` in `folder` and print it as a user sees it; its exit status.
+def diff_trace(folder: Path, left: str, right: str, *options: str) -> None:
+    """Run `diff-trace left right` in `folder` and print it as a user sees it."""
+    command(folder, "diff-trace", left, right, *options)
 
-    0 means identical, 1 that they differ. Anything else ends this process.
+
+def command(folder: Path, name: str, *arguments: str) -> None:
+    """Run one of opdrift's commands in `folder` and print it as a user sees it.
+
+    Exit status 1 is an answer ("they differ"); above that it is trouble, which ends this process.
     """
-    command = shutil.which("diff-trace", path=_path()) or sys.exit(
-        "There is no command diff-trace: install opdrift first (see the README)."
+    program = shutil.which(name, path=_path()) or sys.exit(
+        f"There is no command {name}: install opdrift first (see the README)."
     )
-    arguments = [left, right, *options]
-    print(f"$ diff-trace {shlex.join(arguments)}", flush=True)
-    status = subprocess.run([command, *arguments], cwd=folder, check=False).returncode
+    print(f"$ {name} {shlex.join(arguments)}", flush=True)
+    status = subprocess.run([program, *arguments], cwd=folder, check=False).returncode
     if status not in (0, 1):
-        sys.exit(f"diff-trace ended with status {status}")
-    return status
+        sys.exit(f"{name} ended with status {status}")
 
 
 def _path() -> str:

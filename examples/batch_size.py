@@ -1,8 +1,9 @@
 """Sample 0 alone against sample 0 in a batch of 15 (facebookresearch/fairseq2#1481).
 
-A LLaMA-style decoder gives other outputs for the same sample when it is computed with others. The
-maintainers suspected the attention backend. Two recorded runs and `diff-trace` say which op differs
-first, whether another kernel ran, and whether what is left is rounding.
+A LLaMA-style decoder gives other outputs for the same sample when it is computed with others, and
+the maintainers suspected that attention takes another backend. The traces of two runs say which
+kernels ran and why. This version of opdrift compares whole tensors: of a batch of 1 and a batch of 15
+it says that the inputs differ in shape. Comparing sample by sample (`--samples`) is what comes next.
 
     python examples/batch_size.py
     python examples/batch_size.py --layers 12 --width 4096 --heads 8    # the report's model; 12 GB
@@ -148,7 +149,14 @@ def story(sizes: Sizes, batch: int, dtype: torch.dtype, keep: Path | None) -> No
             f" relative difference {relative:.1e}\n",
             flush=True,
         )
-        _story.diff_trace(folder, "alone.trace", "batch.trace")
+        _story.heading(
+            "Which kernels ran, and why: did the batch size change the attention backend?"
+        )
+        _story.command(folder, "opdrift", "show", "alone.trace", "--kernels")
+        _story.command(folder, "opdrift", "show", "batch.trace", "--kernels")
+
+        _story.heading("Sample 0 of one run against sample 0 of the other")
+        _story.diff_trace(folder, "alone.trace", "batch.trace", "--samples", "0:0")
 
 
 def main() -> None:
