@@ -6,7 +6,7 @@ kernels ran and why. This version of opdrift compares whole tensors: of a batch 
 it says that the inputs differ in shape. Comparing sample by sample (`--samples`) is what comes next.
 
     python examples/batch_size.py
-    python examples/batch_size.py --layers 12 --width 4096 --heads 8    # the report's model; 12 GB
+    python examples/batch_size.py --layers 12 --width 4096 --heads 8    # the report's model; 10 GB
     python examples/batch_size.py --batch 15 -o mine.trace              # one run of your own
 """
 
@@ -146,7 +146,7 @@ def story(sizes: Sizes, batch: int, dtype: torch.dtype, keep: Path | None) -> No
         relative = difference.norm() / alone.double().norm()
         print(
             f"logits of sample 0: largest difference {difference.abs().max():.1e},"
-            f" relative difference {relative:.1e}\n",
+            f" relative difference {relative:.1e}",
             flush=True,
         )
         _story.heading(
