@@ -25,6 +25,7 @@ from opdrift.neutral import (
     hide_from_dynamo,
     is_synchronous,
     needs_repair,
+    numbers_as_tensors,
     run,
     silent,
     work_of,
@@ -221,6 +222,7 @@ class RecordingMode(TorchDispatchMode):
             self._failed(plan.name, error)
             return run(plan, args, kwargs or _NO_ARGUMENTS, self._keys)
 
+        repaired = None
         started = now()
         try:
             if plan.repair:
@@ -229,11 +231,15 @@ class RecordingMode(TorchDispatchMode):
                 out = plan.call(*args, **kwargs)
             else:
                 out = plan.call(*args)
-        except BaseException:
-            self._raised(
-                t, plan, seq, started, number, rng, signature, source, phase, flags, inputs
-            )
-            raise
+        except BaseException as error:
+            repaired = numbers_as_tensors(plan, args, error)
+            if repaired is None:
+                self._raised(
+                    t, plan, seq, started, number, rng, signature, source, phase, flags, inputs
+                )
+                raise
+        if repaired is not None:  # outside the handler, so that an error of the op has no context
+            out = run(plan, repaired, kwargs or _NO_ARGUMENTS, self._keys)
         ended = now()
 
         try:

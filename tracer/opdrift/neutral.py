@@ -60,6 +60,37 @@ def run(
     return out
 
 
+def numbers_as_tensors(
+    plan: Plan, args: Sequence[Any], error: BaseException
+) -> tuple[Any, ...] | None:
+    """The arguments with which an op would have run that refused its own; None if it did run.
+
+    torch hands a tensor that wraps a Python number to a mode as that number, and then takes a number
+    for a tensor in arithmetic only. `zeros + 1` of autograd's zeros without memory ends so, in `expand`.
+    """
+    if type(error) is not RuntimeError or "Expected a value of type 'Tensor'" not in str(error):
+        return None
+    wanted = plan.func._schema.arguments
+    found = tuple(
+        _wrapped(a) if str(wanted[i].type) == "Tensor" and type(a) in _NUMBERS else a
+        for i, a in enumerate(args)
+    )
+    return found if any(a is not b for a, b in zip(args, found, strict=True)) else None
+
+
+_NUMBERS: Final = {
+    bool: torch.bool,
+    int: torch.int64,
+    float: torch.float64,
+    complex: torch.complex128,
+}
+
+
+def _wrapped(number: complex) -> torch.Tensor:
+    with silent(), torch._C.DisableTorchFunction():
+        return torch.tensor(number, dtype=_NUMBERS[type(number)], device="cpu")
+
+
 def needs_repair(plan: Plan) -> bool:
     """Whether `run` does anything for this op that a plain call does not."""
     return plan.composite or plan.collective or plan.lists_written
