@@ -260,9 +260,10 @@ class Contents:
         """Fill in values whose storage was written in parts: each part's content and place counts."""
         parents = self.view_parent
         open_ = np.flatnonzero((found == 0) & (self.trace.values.fingerprint < 0) & (parents < 0))
+        open_ = open_[open_ > 0]
         if not len(open_):
             return
-        chains = _Chains(self, found)
+        chains = _Chains(self, found, open_)
         for value in open_.tolist():
             chain = chains.word(int(self.states.of[value]))
             if chain:
@@ -274,11 +275,13 @@ class Contents:
 class _Chains:
     """The content of a storage as the sequence of what was written into it."""
 
-    def __init__(self, contents: Contents, found: Words) -> None:
+    def __init__(self, contents: Contents, found: Words, wanted: Ints) -> None:
         self._contents = contents
         self._found = found
+        storage = contents.trace.values.storage
         self._words: dict[int, int] = {-1: _UNWRITTEN}
-        known = np.flatnonzero(contents.trace.values.fingerprint >= 0)
+        concerned = np.isin(storage, storage[wanted])
+        known = np.flatnonzero((contents.trace.values.fingerprint >= 0) & concerned)
         self._pieces: dict[int, list[int]] = {}
         for value, state in zip(known.tolist(), contents.states.of[known].tolist(), strict=True):
             self._pieces.setdefault(state, []).append(value)

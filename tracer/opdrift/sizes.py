@@ -18,7 +18,7 @@ from opdrift.settings import describe
 from opdrift.tracefile.reader import Ints
 
 #: Receivers whose sizes are looked at one by one; with more, an even choice of them.
-_RECEIVERS: Final = 3_000
+_RECEIVERS: Final = 1_500
 #: Ops of a region whose bounds are added up.
 _REGION: Final = 500
 _WHOLE_NUMBERS: Final = ("int", "uint", "bool")

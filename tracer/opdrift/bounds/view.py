@@ -150,14 +150,12 @@ class OpViews:
         self._trace = trace
         values = trace.values
         known = np.flatnonzero(values.fingerprint >= 0)
-        #: (storage, write) -> the largest value that was fingerprinted there
-        self._known: dict[tuple[int, int], int] = {}
-        sizes = trace.fingerprints.n
-        for value in known.tolist():
-            key = (int(values.storage[value]), int(values.write[value]))
-            held = self._known.get(key)
-            if held is None or sizes[values.fingerprint[value]] > sizes[values.fingerprint[held]]:
-                self._known[key] = value
+        sizes = trace.fingerprints.n[values.fingerprint[known]]
+        # the largest value that was fingerprinted in each storage at each write; of equals the first
+        by_size = known[np.lexsort((known, -sizes))]
+        keys = values.storage[by_size] << 32 | values.write[by_size]
+        self._keys, first = np.unique(keys, return_index=True)
+        self._known = by_size[first]
 
     def __getitem__(self, index: int) -> OpView:
         """The view of the op at an index."""
@@ -181,10 +179,11 @@ class OpViews:
         if own is not None:
             return own
         values = self._trace.values
-        base = self._known.get((int(values.storage[value]), int(values.write[value])))
-        if base is None:
+        key = values.storage[value] << 32 | values.write[value]
+        at = int(np.searchsorted(self._keys, key))
+        if at == len(self._keys) or self._keys[at] != key:
             return None
-        found = self._trace.fingerprint(base)
+        found = self._trace.fingerprint(int(self._known[at]))
         meta = self._trace.meta(value)
         assert found is not None
         components = math.prod(meta.shape) * (2 if meta.dtype.startswith("complex") else 1)

@@ -154,34 +154,35 @@ class SlotJudge:
         """The same op wrote the same content into another part of a larger tensor."""
         case = self._case
         a, b = states
+        found: tuple[int, int] | None = None
+        targets = (-1, -1)
         for _ in range(_LOOK_BACK):
             writers = self._writers((a, b))
             if writers[0] < 0 or int(case.pairing.right_of[writers[0]]) != writers[1]:
-                return None
+                break
             if writers[0] in self._ops.left:
                 return None
-            targets = (
-                self._target(case.left, writers[0], a),
-                self._target(case.right, writers[1], b),
-            )
-            if targets[0] >= 0 and targets[1] >= 0:
-                row = self._constant(*targets)
-                made = (
-                    (int(case.pairing.left[row]), int(case.pairing.right[row]))
-                    if row >= 0
-                    else None
-                )
-                if made is not None and (settings := case.settings(*made)):
-                    region = Region(Sides((writers[0],), (writers[1],)), Sides((), ()))
-                    found = self._origin(
-                        "op", "placed", left, right, seen, region=region, op=Sides(*writers)
-                    )
-                    return replace(found, settings=settings)
+            into = self._target(case.left, writers[0], a), self._target(case.right, writers[1], b)
+            if min(into) >= 0 and self._lies(case.left, into[0]) != self._lies(case.right, into[1]):
+                found, targets = writers, into
             a = int(case.left.contents.states.before[a])
             b = int(case.right.contents.states.before[b])
             if a < 0 or b < 0:
-                return None
-        return None
+                break
+        if found is None:
+            return None
+        views = (
+            _view_before(case.left, found[0], targets[0]),
+            _view_before(case.right, found[1], targets[1]),
+        )
+        region = Region(Sides((found[0],), (found[1],)), Sides((), ()))
+        origin = self._origin("op", "placed", left, right, seen, region=region, op=Sides(*found))
+        return replace(origin, settings=case.settings(*views) if min(views) >= 0 else ())
+
+    @staticmethod
+    def _lies(side: Side, value: int) -> tuple[int, tuple[int, ...]]:
+        """Where a value lies in its storage, and how large it is."""
+        return int(side.trace.values.offset[value]), side.trace.meta(value).shape
 
     def _target(self, side: Side, writer: int, state: int) -> int:
         """What an op was given to write into: its input in the state before; -1 if it made the storage."""
@@ -377,6 +378,14 @@ class SlotJudge:
     def _equal(self, left: int, right: int) -> bool:
         status = self._case.compared.status(np.array([left]), np.array([right]))
         return int(status[0]) == EQUAL
+
+
+def _view_before(side: Side, op: int, value: int) -> int:
+    """The last op before another that returned a value as a view; -1 if there is none close by."""
+    for index in range(op - 1, max(op - _LOOK_BACK, -1), -1):
+        if side.contents.tokens.view[index] and value in side.trace.ops.outputs[index]:
+            return index
+    return -1
 
 
 class _Seen:

@@ -321,6 +321,7 @@ class Trace:
         columns = self._calls
         size = max(columns["call"], default=0) + 1
         found = [Call(i, 0, "", "", 0, False, None, 0) for i in range(size)]
+        names: dict[int, tuple[str, str]] = {}
         for i, parent, path, number, source, training, thread in zip(
             *(
                 columns[c]
@@ -328,12 +329,13 @@ class Trace:
             ),
             strict=True,
         ):
-            name = json.loads(self._texts["path", path])
+            if path not in names:
+                name = json.loads(self._texts["path", path])
+                names[path] = name["path"], name["type"]
             found[i] = Call(
                 i,
                 parent,
-                name["path"],
-                name["type"],
+                *names[path],
                 number,
                 bool(training),
                 self.source(source),
