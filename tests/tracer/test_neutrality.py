@@ -119,6 +119,15 @@ def complex_numbers():
 
 
 @case
+def ops_made_of_others_on_complex_tensors():
+    """A bare dispatch mode forgets to conjugate inside them: `pinv` would return wrong numbers."""
+    c = torch.randn(4, 3, dtype=torch.complex64, requires_grad=True)
+    inverse = torch.linalg.pinv(c)
+    inverse.abs().sum().backward()
+    return inverse, c.grad, torch.linalg.lstsq(c.detach(), torch.randn(4, 2, dtype=torch.complex64))
+
+
+@case
 def every_dtype():
     names = [
         "float16",

@@ -6,7 +6,7 @@ function it needs once, so that a torch without it runs unrepaired rather than n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final, Protocol
 
@@ -18,6 +18,8 @@ _force_keys: Final = getattr(torch._C, "_ForceDispatchKeyGuard", None)
 _include_keys: Final = getattr(torch._C, "_dispatch_tls_local_include_set", None)
 _exclude_keys: Final = getattr(torch._C, "_dispatch_tls_local_exclude_set", None)
 _set_excluded: Final = getattr(torch._C, "_SetExcludeDispatchKeyGuard", None)
+_CONJUGATE: Final = torch._C.DispatchKey.Conjugate
+_NEGATIVE: Final = torch._C.DispatchKey.Negative
 #: No op of any mode, of a subclass or of an outer recorder is dispatched inside.
 silent: Final[Callable[[], AbstractContextManager[None]]] = torch._C._DisableTorchDispatch
 
@@ -36,10 +38,32 @@ def run(
 ) -> Any:
     """Run an op that needs a repair as it would have run without the mode.
 
+    - Ops on complex tensors run with the keys that resolve conjugate views: under a mode an op that is made
+      of others forgets them, and `torch.linalg.pinv` returns wrong numbers in silence.
     - Composite ops (seen whole under inference_mode) decompose with the program's keys: `linear` keeps `mm`.
     - Foreach ops bump their tensors' version counters, else autograd returns a wrong gradient in silence.
     - c10d ops run with ADInplaceOrView, so that version counters move as they do without a mode.
     """
+    if _set_excluded is not None and (has_complex(args) or has_complex(kwargs.values())):
+        with _set_excluded(_CONJUGATE, False), _set_excluded(_NEGATIVE, False):
+            return _run(plan, args, kwargs, keys)
+    return _run(plan, args, kwargs, keys)
+
+
+def has_complex(arguments: Iterable[Any]) -> bool:
+    """Whether a complex tensor is among the arguments."""
+    for a in arguments:
+        if isinstance(a, torch.Tensor):
+            if a.is_complex():
+                return True
+        elif isinstance(a, list | tuple) and has_complex(a):
+            return True
+    return False
+
+
+def _run(
+    plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any], keys: DispatchKeys | None
+) -> Any:
     if plan.composite and keys is not None and torch.is_inference_mode_enabled():
         with _force_keys(*keys):  # type: ignore[misc]
             return plan.func(*args, **kwargs)
@@ -92,7 +116,7 @@ def _wrapped(number: complex) -> torch.Tensor:
 
 
 def needs_repair(plan: Plan) -> bool:
-    """Whether `run` does anything for this op that a plain call does not."""
+    """Whether `run` does anything for this op, whatever its arguments, that a plain call does not."""
     return plan.composite or plan.collective or plan.lists_written
 
 
