@@ -314,6 +314,8 @@ def _pair_rows(compared: Compared, left: Ints, right: Ints) -> Ints:
     A pair made them when they are the same output of it, or when it wrote their storages last.
     """
     a, b, pairing = compared.left, compared.right, compared.pairing
+    if not len(pairing.left):
+        return np.full(len(left), -1, np.int64)
     p, q = a.producer[left], b.producer[right]
     same_output = (
         (p >= 0)

@@ -201,6 +201,9 @@ def _fallback(case: Case, found: Found) -> str | None:
 
 
 def _same_leaves(case: Case) -> bool:
-    """Whether the runs start from tensors of the same names, so that they are about the same model."""
-    names = set(case.left.leaves.by_name), set(case.right.leaves.by_name)
+    """Whether the runs have weights of the same names, so that they are about the same model."""
+    names = [
+        {leaf.name for leaf in side.leaves.starts if leaf.kind in ("parameter", "buffer")}
+        for side in (case.left, case.right)
+    ]
     return bool(names[0] & names[1]) and len(names[0] & names[1]) * 2 >= max(map(len, names))

@@ -39,5 +39,8 @@ def grouped_leaves(origins: Iterable[Origin], judge: Callable[[Origin], J]) -> l
         if len(members) == 1:
             found.append(alone[key])
             continue
-        found.append(judge(members[0].grouped(tuple(m.leaf for m in members[1:]))))
+        others = [*members[0].members]
+        for member in members[1:]:
+            others += [member.leaf, *member.members]
+        found.append(judge(members[0].grouped(tuple(others))))
     return found

@@ -50,22 +50,22 @@ def find(case: Case, live: Sides[bytearray | None]) -> tuple[list[Origin], list[
     case.right.leaves.look_up(int(states[1][b.value]) for _, b in pairs)
     found: list[Origin] = []
     unused: list[tuple[Leaf, Leaf]] = []
-    seen: set[tuple[int, int, str]] = set()
+    seen: dict[tuple[int, int], list[Sides[Leaf]]] = {}
     for a, b in pairs:
-        key = int(states[0][a.value]), int(states[1][b.value]), a.name
+        key = int(states[0][a.value]), int(states[1][b.value])
         if key in seen:
-            continue
-        seen.add(key)
-        if not (_starts(case.left, a) and _starts(case.right, b)):
-            continue
+            seen[key].append(Sides(a, b))
+        elif _starts(case.left, a) and _starts(case.right, b):
+            seen[key] = [Sides(a, b)]
+    for key, leaves in seen.items():
         uses = (
             case.left.leaves.first_use(key[0], live.left),
             case.right.leaves.first_use(key[1], live.right),
         )
         if uses == (None, None):
-            unused.append((a, b))
-            continue
-        found.append(_origin(case, Sides(a, b), *uses))
+            unused += [(leaf.left, leaf.right) for leaf in leaves]
+        else:
+            found.append(_origin(case, leaves, *uses))
     return found, unused
 
 
@@ -83,9 +83,14 @@ def _starts(side: Side, leaf: Leaf) -> bool:
     return side.lineage.of(leaf.value).kind in _MADE_BEFORE_USE
 
 
-def _origin(case: Case, leaf: Sides[Leaf], left: Use | None, right: Use | None) -> Origin:
+def _origin(case: Case, leaves: list[Sides[Leaf]], left: Use | None, right: Use | None) -> Origin:
+    """An origin at a leaf, under the name by which the first op that reads it knows it."""
     row = int(case.compared.row_of_left[left.op]) if left is not None else -1
     ops: Sides[int | None] = Sides(left.op if left else None, right.op if right else None)
+    module = case.left.module(left.op) if left else case.right.module(right.op) if right else ""
+    best = case.left.leaves.best(leaves[0].left.value, module)
+    name = best.name if best is not None else leaves[0].left.name
+    leaf = next((each for each in leaves if each.left.name == name), leaves[0])
     return Origin(
         kind="leaf",
         story="leaf",
@@ -95,6 +100,7 @@ def _origin(case: Case, leaf: Sides[Leaf], left: Use | None, right: Use | None) 
         slot=None,
         order=order_of(case, ops) + (left.seen if left else 0) * 1e-9,
         leaf=Sides(leaf.left, leaf.right),
+        members=tuple(Sides(each.left, each.right) for each in leaves if each is not leaf),
     )
 
 

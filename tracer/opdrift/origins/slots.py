@@ -56,16 +56,15 @@ class SlotJudge:
             return None
         self._judged.add(states)
         seen = _Seen(row, position, self._consumer(row))
-        writers = self._writers(states)
-        if writers == (-1, -1):
+        made_by = self._constant(left, right)
+        if made_by >= 0:
+            return self._factory(left, right, made_by, seen)
+        if self._writers(states) == (-1, -1):
             if self._is_reported(states):
                 return None
             found = self._between_leaves(left, right, seen)
             if found is not None:
                 return found
-        made_by = self._constant(left, right)
-        if made_by >= 0:
-            return self._factory(left, right, made_by, seen)
         placed = self._placed(states, left, right, seen)
         if placed is not None:
             return placed
@@ -99,6 +98,8 @@ class SlotJudge:
         assert best.left is not None
         assert best.right is not None
         values = Sides(best.left.value, best.right.value)
+        if self._equal(values.left, values.right):
+            return None  # other parts of the same leaf
         return self._origin("leaf", "leaf", values.left, values.right, seen, leaf=best)
 
     def _both_have_both(self, leaf: Sides[Leaf | None]) -> bool:
