@@ -11,7 +11,6 @@ import ctypes
 import struct
 import threading
 import weakref
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -19,7 +18,6 @@ import numpy as np
 from opdrift.tracefile.writer import fingerprint_columns, list_column
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from torch.nn import Module
 
     from opdrift.tracefile.writer import TraceWriter
@@ -97,7 +95,6 @@ class ThreadBuffers:
         "seq",
         "source",
         "stack",
-        "unread",
         "value_count",
         "values",
     )
@@ -125,8 +122,6 @@ class ThreadBuffers:
         #: when the last op ended
         self.clock = 0
         self.paused = 0
-        #: arguments whose content the present op does not read; None where it reads none at all
-        self.unread: Sequence[Tensor] | None = ()
         #: the path and the module of the present call, and how many module calls are open
         self.path = ""
         self.module: weakref.ref[Module] | None = None

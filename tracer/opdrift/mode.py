@@ -17,11 +17,14 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Size, Tensor
 from torch.nn import Parameter
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opdrift.buffers import IDS, OP, OPS
+from opdrift.memory import InFlight, Use
 from opdrift.neutral import (
     DispatchKeys,
+    has_complex,
     hide_from_dynamo,
     is_synchronous,
     needs_repair,
@@ -38,11 +41,10 @@ from opdrift.records import (
     GRAD_ENABLED,
     PENDING,
     RAISED,
-    READ_UNINITIALISED,
     REREAD,
     UNFINGERPRINTED,
 )
-from opdrift.values import PLAIN, InFlight, Values
+from opdrift.values import PLAIN, Values
 
 if TYPE_CHECKING:
     from opdrift.buffers import ThreadBuffers
@@ -54,7 +56,6 @@ _FIXED: Final = frozenset({torch.dtype, torch.device, torch.layout, torch.memory
 _TRACING: Final = frozenset({"FakeTensor", "FunctionalTensor"})
 _MAX_SIGNATURES: Final = 65536
 _NO_ARGUMENTS: Final[dict[str, Any]] = {}
-_NOTHING: Final[tuple[Tensor, ...]] = ()
 
 current_node: Final[Callable[[], Any]] = torch._C._current_autograd_node
 sequence_number: Final = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
@@ -111,6 +112,8 @@ class RecordingMode(TorchDispatchMode):
         self._plans: dict[int, Plan] = {}
         self._plain: frozenset[type] = PLAIN
         self._signatures: dict[tuple[Any, ...], int] = {}
+        #: ids of signatures with complex tensors, whose ops need a repair
+        self._complex: set[int] = set()
         self._signature_ids = itertools.count(1)
         self._seq = itertools.count(1)
         self._keys: DispatchKeys | None = None
@@ -150,15 +153,16 @@ class RecordingMode(TorchDispatchMode):
         entry: Any
         try:
             values, attribute = self._values, self._key
+            frame = _getframe(1)
+            code = self._codes.get(id(frame.f_code))
+            source = code and code.lines and code.lines.get(frame.f_lasti)
+            if not source:
+                source = self._sources.find(frame, t.source)
+                if self._sources.passed_compiled:
+                    flags = COMPILED
             key: list[Any] = [plan.id]
             inputs: list[int] = []
-            t.unread = (
-                written_tensors(plan, args, kwargs or _NO_ARGUMENTS)
-                if plan.overwrites
-                else _NOTHING
-                if plan.reads
-                else None
-            )
+            use = Use(plan, args, kwargs or _NO_ARGUMENTS)
             for a in args:
                 kind = type(a)
                 if kind is Tensor or kind is Parameter:
@@ -169,10 +173,10 @@ class RecordingMode(TorchDispatchMode):
                             (a.shape, a.stride(), a.storage_offset(), a.dtype)
                         )
                     except (RuntimeError, NotImplementedError):  # sparse, mkldnn, nested
-                        flags |= self._other(t, a, None, key, inputs)
+                        flags = self._other(t, a, None, key, inputs, use, flags)
                         continue
                     if entry is None:
-                        entry = values.adopt(t, a)
+                        entry = values.adopt(t, a, use, compiled=flags & COMPILED)
                         state = getattr(storage, attribute)
                     elif state.at:
                         if storage.data_ptr() != state.at or (
@@ -183,8 +187,8 @@ class RecordingMode(TorchDispatchMode):
                                 flags |= REREAD
                         elif t.clock > values.gate:
                             entry = values.recheck(t, a, state, entry)
-                    if state.special is not None and values.special(t, a, state, entry):
-                        flags |= READ_UNINITIALISED
+                    if state.special is not None:
+                        entry, flags = values.special(t, a, state, entry, use, flags)
                     if kind is Parameter and state.leaf is None:
                         values.meet_parameter(t, a, state, entry)
                     inputs.append(entry[0])
@@ -192,11 +196,11 @@ class RecordingMode(TorchDispatchMode):
                 elif kind is int or a is None:
                     key.append(a)
                 else:
-                    flags |= self._other(t, a, kind, key, inputs)
+                    flags = self._other(t, a, kind, key, inputs, use, flags)
             if kwargs:
                 for name, a in kwargs.items():
                     key.append(name)
-                    flags |= self._other(t, a, type(a), key, inputs)
+                    flags = self._other(t, a, type(a), key, inputs, use, flags)
             signature_key = tuple(key)
             signature = self._signatures.get(signature_key)
             if signature is None:
@@ -207,13 +211,6 @@ class RecordingMode(TorchDispatchMode):
                 phase, number = 0, sequence_number()
             else:
                 phase, number = 1, node._sequence_nr() & 0x7FFFFFFFFFFFFFFF
-            frame = _getframe(1)
-            code = self._codes.get(id(frame.f_code))
-            source = code and code.lines and code.lines.get(frame.f_lasti)
-            if not source:
-                source = self._sources.find(frame, t.source)
-                if self._sources.passed_compiled:
-                    flags |= COMPILED
             if is_grad_enabled():
                 flags |= GRAD_ENABLED
             seq = t.seq = next(self._seq)
@@ -225,7 +222,7 @@ class RecordingMode(TorchDispatchMode):
         repaired = None
         started = now()
         try:
-            if plan.repair:
+            if plan.repair or signature in self._complex:
                 out = run(plan, args, kwargs or _NO_ARGUMENTS, self._keys)
             elif kwargs:
                 out = plan.call(*args, **kwargs)
@@ -245,17 +242,17 @@ class RecordingMode(TorchDispatchMode):
         try:
             outputs: list[int] = []
             if plan.collective:
-                flags |= self._collective(t, plan, args, kwargs or _NO_ARGUMENTS, out, outputs)
+                flags |= self._collective(t, use, out, outputs)
             elif plan.writes:
-                self._written(t, plan, args, kwargs or _NO_ARGUMENTS, outputs)
+                self._written(t, use, outputs)
             mutated = len(outputs)
             kind = type(out)
             if kind is Tensor:
                 if not plan.rebinds:
                     try:
-                        values.output(t, out, outputs, quiet=plan.quiet, fresh=plan.fresh)
+                        values.output(t, out, outputs, plan)
                     except (RuntimeError, NotImplementedError):
-                        self._parts(t, out, outputs)
+                        self._parts(t, out, outputs, plan)
             elif kind is tuple or kind is list:
                 self._outputs(t, plan, out, outputs)
             elif plan.scalar or kind is float or kind is int or kind is bool:
@@ -366,13 +363,19 @@ class RecordingMode(TorchDispatchMode):
     # ---- arguments -----------------------------------------------------------------------------------
 
     def _other(
-        self, t: ThreadBuffers, a: Any, kind: type | None, key: list[Any], inputs: list[int]
+        self,
+        t: ThreadBuffers,
+        a: Any,
+        kind: type | None,
+        key: list[Any],
+        inputs: list[int],
+        use: Use,
+        flags: int,
     ) -> int:
-        """An argument that is no plain positional tensor, int or None; returns flags.
+        """An argument that is no plain positional tensor, int or None; returns the op's flags.
 
         As keys 1 == 1.0 == True and 0.0 == -0.0 and nan != nan, so floats go in as hex, bools tagged.
         """
-        flags = 0
         if kind is float:
             key.append(a.hex())
         elif kind is bool:
@@ -382,7 +385,7 @@ class RecordingMode(TorchDispatchMode):
         elif kind is list or kind is tuple or kind is Size:
             key.append("[")
             for item in a:
-                flags |= self._other(t, item, type(item), key, inputs)
+                flags = self._other(t, item, type(item), key, inputs, use, flags)
             key.append("]")
         elif kind is str:
             key.append("s")
@@ -391,37 +394,47 @@ class RecordingMode(TorchDispatchMode):
             key.append(str(a))
         elif isinstance(a, Tensor):
             key.append("t")
-            flags |= self._tensor(t, a, key, inputs)
+            flags = self._tensor(t, a, key, inputs, use, flags)
         else:
-            key.append(
-                type(a).__qualname__
-            )  # generator, SymInt, script object, graph of a higher-order op
+            # generator, SymInt, script object, graph of a higher-order op
+            key.append(type(a).__qualname__)
         return flags
 
-    def _tensor(self, t: ThreadBuffers, a: Tensor, key: list[Any], inputs: list[int]) -> int:
+    def _tensor(
+        self,
+        t: ThreadBuffers,
+        a: Tensor,
+        key: list[Any],
+        inputs: list[int],
+        use: Use,
+        flags: int,
+    ) -> int:
         values = self._values
+        if is_lazy(a):
+            key.append("lazy")  # a parameter of a lazy module: it has no shape yet
+            return flags
         try:
             storage = a.untyped_storage()
             layout = (a.shape, a.stride(), a.storage_offset(), a.dtype)
         except (RuntimeError, NotImplementedError):  # sparse, mkldnn, nested
             key.append(f"{a.layout}{tuple(a.shape) if not a.is_nested else ''}{a.dtype}")
             for part in parts(a):
-                self._tensor(t, part, key, inputs)
-            return 0
+                flags = self._tensor(t, part, key, inputs, use, flags)
+            return flags
         state: Any = getattr(storage, self._key, None)
         entry: Any = state and state.values.get(layout)
-        flags = 0
         if entry is None:
-            entry = values.adopt(t, a)
+            entry = values.adopt(t, a, use, compiled=flags & COMPILED)
             state = getattr(storage, self._key)
         elif state.at and (
             storage.data_ptr() != state.at
             or (state.version is not None and a._version != state.version)
         ):
             known, entry = entry, values.moved(t, a, state, entry)
-            flags = 0 if entry is known else REREAD
-        if state.special is not None and values.special(t, a, state, entry):
-            flags |= READ_UNINITIALISED
+            if entry is not known:
+                flags |= REREAD
+        if state.special is not None:
+            entry, flags = values.special(t, a, state, entry, use, flags)
         inputs.append(entry[0])
         key.append(entry[1])
         return flags
@@ -434,56 +447,41 @@ class RecordingMode(TorchDispatchMode):
                 if type(item).__torch_dispatch__ is not Tensor.__torch_dispatch__:
                     continue  # made by an inner mode (FakeTensor): its memory, if any, is not ours to read
                 try:
-                    self._values.output(t, item, outputs, quiet=plan.quiet, fresh=plan.fresh)
+                    self._values.output(t, item, outputs, plan)
                 except (RuntimeError, NotImplementedError):
-                    self._parts(t, item, outputs)
+                    self._parts(t, item, outputs, plan)
             elif isinstance(item, list | tuple):
                 self._outputs(t, plan, item, outputs)
 
-    def _parts(self, t: ThreadBuffers, out: Tensor, outputs: list[int]) -> None:
+    def _parts(self, t: ThreadBuffers, out: Tensor, outputs: list[int], plan: Plan) -> None:
         for part in parts(out):
-            self._values.output(t, part, outputs, quiet=False)
+            self._values.output(t, part, outputs, plan)
 
-    def _written(
-        self,
-        t: ThreadBuffers,
-        plan: Plan,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        outputs: list[int],
-    ) -> None:
+    def _written(self, t: ThreadBuffers, use: Use, outputs: list[int]) -> None:
         strided: list[Tensor] = []
-        for tensor in written_tensors(plan, args, kwargs):
+        for tensor in written_tensors(*use):
             try:
                 tensor.untyped_storage()
                 tensor.stride()
                 strided.append(tensor)
             except (RuntimeError, NotImplementedError):
                 strided.extend(parts(tensor))
-        self._values.written(t, strided, outputs, bumps=plan.bumps)
+        self._values.written(t, strided, outputs, use=use)
 
-    def _collective(
-        self,
-        t: ThreadBuffers,
-        plan: Plan,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        out: Any,
-        outputs: list[int],
-    ) -> int:
+    def _collective(self, t: ThreadBuffers, use: Use, out: Any, outputs: list[int]) -> int:
         """A collective's output is not there when the mode regains control (H1).
 
         A synchronous one may be waited for here, since the program waits next anyway; an asynchronous
         one never: on gloo a second wait hangs or writes the result again (integrity I1).
         """
         work = work_of(out)
-        tensors = written_tensors(plan, args, kwargs)
-        if work is None or (plan.waits and is_synchronous(plan, args, kwargs)):
+        tensors = written_tensors(*use)
+        if work is None or (use.plan.waits and is_synchronous(*use)):
             if work is not None:
                 work.wait()
             self._values.written(t, tensors, outputs)
             return 0
-        readable = "reduce_scatter" not in plan.name and plan.waits
+        readable = "reduce_scatter" not in use.plan.name and use.plan.waits
         self._values.written(t, tensors, outputs, in_flight=InFlight(work, readable=readable))
         return PENDING | UNFINGERPRINTED
 
@@ -514,8 +512,12 @@ class RecordingMode(TorchDispatchMode):
         self, plan: Plan, key: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> int:
         if len(self._signatures) >= _MAX_SIGNATURES:
-            self._signatures.clear()  # bounded; ids go on, a signature seen again gets a second one
+            # bounded; ids go on, a signature seen again gets a second one
+            self._signatures.clear()
+            self._complex.clear()
         found = self._signatures[key] = next(self._signature_ids)
+        if has_complex(args) or has_complex(kwargs.values()):
+            self._complex.add(found)
         text = {
             "op": plan.id,
             "args": [self._encode(a) for a in args],

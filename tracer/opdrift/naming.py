@@ -79,12 +79,7 @@ class Naming:
         """Name what a root module was called with, as far as no op made it and nobody named it."""
         for name, tensor in name_arguments(module, args, kwargs):
             for part_name, part in plain_parts(name, tensor):
-                found = self._values.value_of(part)
-                if found is None:
-                    self._values.name(t, part, part_name, "input", "use")
-                    continue
-                leaf = found[0].leaf
-                if leaf is not None and not any(known for known, _ in leaf.names):
+                if self._values.is_input(part):
                     self._values.name(t, part, part_name, "input", "use")
 
     def results(self, t: ThreadBuffers, call: int, output: Any) -> None:

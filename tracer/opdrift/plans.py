@@ -69,6 +69,30 @@ OVERWRITING: Final = frozenset(
     }
     | {"_foreach_copy_", "_foreach_zero_", "eye", "arange"}
 )
+#: Collectives that fill their outputs without reading them (notes: integrity 9).
+FILLING: Final = frozenset(UNDECLARED) - {
+    "c10d::allreduce_",
+    "c10d::allreduce_coalesced_",
+    "c10d::reduce_",
+    "_c10d_functional::wait_tensor",
+    "aten::native_batch_norm",
+    "aten::cudnn_batch_norm",
+    "aten::miopen_batch_norm",
+}
+#: These write those elements of their first argument that another argument names, and leave the rest.
+SCATTERING: Final = frozenset(
+    {
+        "index_copy_",
+        "index_fill_",
+        "index_put_",
+        "_index_put_impl_",
+        "masked_fill_",
+        "masked_scatter_",
+        "put_",
+        "scatter_",
+        "fill_diagonal_",
+    }
+)
 #: Of their tensor arguments these read the layout only.
 LAYOUT_ONLY: Final = frozenset(
     {
@@ -98,9 +122,11 @@ class Plan:
         writes: (position or None, name) of each argument that the op writes into.
         quiet: Its outputs are not fingerprinted: views, fresh memory, collectives that are not done.
         fresh: It hands out memory that nothing has written.
+        deferred: What it returns is filled later (functional collectives).
         rebinds: It changes a tensor's memory, not its content.
-        reads: It reads the content of its tensor arguments, but for those it `overwrites`.
+        reads: It reads the content of its tensor arguments, but for those it `overwrites` or `scatters` into.
         overwrites: It writes into arguments without reading them.
+        scatters: It writes a part of its first argument that another argument names, without reading it.
         bumps: Version counters of what it writes go up once the mode has returned.
         seeded: It may draw from a generator.
         collective: It is of c10d and returns a Work.
@@ -118,6 +144,7 @@ class Plan:
         "call",
         "collective",
         "composite",
+        "deferred",
         "fresh",
         "func",
         "id",
@@ -129,6 +156,7 @@ class Plan:
         "rebinds",
         "repair",
         "scalar",
+        "scatters",
         "seeded",
         "waits",
         "writes",
@@ -144,7 +172,7 @@ class Plan:
         self.quiet = self.fresh = self.rebinds = self.seeded = False
         self.collective = self.waits = self.lists_written = self.composite = self.scalar = False
         self.async_index: int | None = None
-        self.repair = self.overwrites = self.bumps = False
+        self.repair = self.overwrites = self.scatters = self.bumps = self.deferred = False
         self.reads = True
         # c10d ops are TorchBindOpOverload, a subclass: an exact type test would lose their write table
         if not isinstance(func, OpOverload):
@@ -154,13 +182,19 @@ class Plan:
         self.rebinds = base in REBINDING
         self.writes = () if self.rebinds else _writes(schema)
         self.fresh = base in UNINITIALISED
-        functional = space == "_c10d_functional" and base != "wait_tensor"
-        self.quiet = self.fresh or self.rebinds or functional or func.is_view
+        self.deferred = space == "_c10d_functional" and base != "wait_tensor"
+        self.quiet = self.fresh or self.rebinds or self.deferred or func.is_view
         self.reads = not (self.fresh or self.rebinds or func.is_view or base in LAYOUT_ONLY)
-        self.overwrites = base in OVERWRITING or any(
-            a.kwarg_only and a.alias_info is not None and a.alias_info.is_write
-            for a in schema.arguments
+        self.overwrites = (
+            base in OVERWRITING
+            or schema.name in FILLING
+            or any(
+                a.kwarg_only and a.alias_info is not None and a.alias_info.is_write
+                for a in schema.arguments
+            )
         )
+        # scatter_.reduce and its like combine with what is there
+        self.scatters = base in SCATTERING and "reduce" not in schema.overload_name
         self.seeded = torch.Tag.nondeterministic_seeded in func.tags
         self.collective = space == "c10d"
         self.waits = self.collective and schema.name not in NEVER_WAIT

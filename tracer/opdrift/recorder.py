@@ -449,7 +449,7 @@ class Recorder:
                 self._failed("writing", error)
                 if reset:
                     t.discard()
-        self._values.prune()
+            self._values.prune()
 
     def _drain(self, table: str, rows: deque[Any]) -> None:
         taken = [rows.popleft() for _ in range(len(rows))]

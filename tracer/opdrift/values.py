@@ -12,118 +12,42 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter_ns as now
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from opdrift.buffers import FINGERPRINTS, VALUE, VALUES
+from opdrift.memory import Generated, InFlight, Unwritten
+from opdrift.neutral import silent
+from opdrift.records import COMPILED, READ_UNINITIALISED, REREAD
+from opdrift.storages import (
+    MAX_LAYOUTS,
+    Entry,
+    Key,
+    Leaf,
+    StorageState,
+    in_layout,
+    is_readable,
+    key_of,
+    version_of,
+)
 
 if TYPE_CHECKING:
     from opdrift.buffers import ThreadBuffers
     from opdrift.fingerprint.engine import Engine
+    from opdrift.memory import Use
+    from opdrift.plans import Plan
 
 #: Types whose content is their storage's. Every other subclass is passed on and seen by its inner ops.
 PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 _MAX_METAS: Final = 65536
-#: A storage larger than this is not followed byte by byte until it is wholly written.
-_MAX_MASK: Final = 1 << 22
 #: Share of the run's time that re-reading leaves may take under integrity="auto", and a first grant.
 RECHECK_SHARE: Final = 0.015
 RECHECK_GRANT_NS: Final = 500_000
+#: After so many uses of leaves that have had their turn, another round of re-reading begins.
+_RECHECK_ROUND: Final = 256
 _NEVER: Final = 1 << 62
-
-Key = tuple[Any, ...]
-Entry = tuple[int, int]
-
-
-class Unwritten:
-    """Memory that was handed out and not, or not wholly, written since; `mask` tells which elements were."""
-
-    __slots__ = ("mask",)
-
-    def __init__(self) -> None:
-        self.mask: Any = None
-
-
-class InFlight:
-    """A collective that still fills the storage; it must not be read before it is done."""
-
-    __slots__ = ("readable", "work")
-
-    def __init__(self, work: Any, *, readable: bool) -> None:
-        self.work = work
-        #: whether `is_completed()` means that the output may be read (not so for reduce_scatter on gloo)
-        self.readable = readable
-
-
-class Leaf:
-    """What a storage that no recorded op made is called, and what it held when last read."""
-
-    __slots__ = ("checks", "names", "raw", "versions")
-
-    def __init__(self) -> None:
-        self.names: list[tuple[str, str]] = []
-        self.versions: set[int | None] = set()
-        #: layout key -> (raw, value id) at the last reading
-        self.raw: dict[Key, int] = {}
-        self.checks = 0
-
-
-class StorageState:
-    """What is known of one storage; lives exactly as long as it.
-
-    Attributes:
-        at: 0, or for a leaf the address at which it was seen.
-        values: layout key -> (value id, meta id) of the present write count.
-        special: None, or why its content cannot just be read.
-        partial: Its last write covered a part of it only.
-        last: The value id given last; `hashed`: the one fingerprinted last.
-    """
-
-    __slots__ = (
-        "__weakref__",
-        "at",
-        "device",
-        "hashed",
-        "id",
-        "last",
-        "leaf",
-        "partial",
-        "special",
-        "values",
-        "version",
-        "writes",
-    )
-
-    def __init__(self, ident: int, device: torch.device, at: int = 0) -> None:
-        self.id = ident
-        self.device = device
-        self.at = at
-        self.writes = 0
-        self.values: dict[Key, Entry] = {}
-        self.version: int | None = None
-        self.special: Unwritten | InFlight | None = None
-        self.partial = False
-        self.last = 0
-        self.hashed = 0
-        self.leaf: Leaf | None = None
-
-
-def span(tensor: Tensor) -> int:
-    """Bytes of storage up to the last element of a tensor of at least one element."""
-    last = tensor.storage_offset() + sum(
-        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-    return int(last + 1) * tensor.element_size()
-
-
-def is_readable(tensor: Tensor) -> bool:
-    """Whether the memory behind a tensor is there; reading a freed storage kills the process (H3)."""
-    if tensor.numel() == 0:
-        return True
-    return tensor.untyped_storage().nbytes() >= span(tensor)
 
 
 class Values:
@@ -154,6 +78,7 @@ class Values:
         self._storage_ids = itertools.count(1)
         #: storages made during the run: those still alive at exit are results
         self.made: deque[weakref.ref[StorageState]] = deque()
+        self._prune_at = 4096
         #: why contents were left out, with counts
         self.skipped: dict[str, int] = {}
         #: names of tensors by id of the Python object: (weak reference, name, kind)
@@ -162,8 +87,8 @@ class Values:
         self.opened = now()
         #: leaves may be read again at use from this moment on (perf_counter_ns)
         self.gate = _NEVER if integrity == "off" else 0
-        self._leaf_count = 0
-        self._check_count = 0
+        self._round = 0
+        self._passed_over = 0
 
     # ---- the hot path ------------------------------------------------------------------------------
 
@@ -185,16 +110,8 @@ class Values:
         state.last = value
         return entry
 
-    def output(
-        self,
-        t: ThreadBuffers,
-        tensor: Tensor,
-        outputs: list[int],
-        *,
-        quiet: bool,
-        fresh: bool = False,
-    ) -> None:
-        """Register an op's output; fingerprint it unless `quiet` (views, fresh memory) or known already."""
+    def output(self, t: ThreadBuffers, tensor: Tensor, outputs: list[int], plan: Plan) -> None:
+        """Register an op's output; fingerprint it unless that is impossible, needless or done already."""
         storage = tensor.untyped_storage()
         state: StorageState | None = getattr(storage, self.key, None)
         key = (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
@@ -202,35 +119,31 @@ class Values:
             state = StorageState(next(self._storage_ids), tensor.device)
             setattr(storage, self.key, state)
             self.made.append(weakref.ref(state))
-            if fresh:
-                state.special = Unwritten()
-        else:
-            entry = state.values.get(key)
-            if entry is not None:  # an alias of something known: no new value, no hash
-                outputs.append(entry[0])
-                return
-        value = self.make(t, state, key)[0]
+            value = self.make(t, state, key)[0]
+            outputs.append(value)
+            if plan.fresh:
+                state.special = None if tensor.is_meta else Unwritten(storage)
+            elif not plan.deferred:  # also where a view op had to copy: `reshape` in inference_mode
+                self.fingerprint(t, tensor, value)
+                state.hashed = value
+            return
+        entry = state.values.get(key)
+        if entry is not None:  # an alias of something known: no new value, no hash
+            outputs.append(entry[0])
+            return
+        value = self._make_another(t, state, key)[0]
         outputs.append(value)
-        if not quiet:
-            self.fingerprint(t, tensor, value)
-            state.hashed = value
-        elif (
-            state.partial
-            and state.special is None
-            and self.integrity != "off"
-            and is_readable(tensor)
-        ):
-            # a part was written, so no other fingerprint tells this view's content
-            self.fingerprint(t, tensor, value)
-            state.hashed = value
+        # after a partial write no other fingerprint tells this view's content
+        if not plan.quiet or (state.partial and self.integrity != "off"):
+            self.show(t, tensor, state, value, key)
 
-    def fingerprint(self, t: ThreadBuffers, tensor: Tensor, value: int) -> None:
-        """Fingerprint a readable tensor into the thread's ring."""
+    def fingerprint(self, t: ThreadBuffers, tensor: Tensor, value: int) -> bool:
+        """Fingerprint a readable tensor into the thread's ring; False if its device keeps it back."""
         kind = self.kinds.get(tensor.dtype)
         if not tensor.is_cpu:
             found = self._from_device(tensor)
             if found is None:
-                return
+                return False
             tensor, kind = found, self.kinds[found.dtype]
         elif kind is None or not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj():
             tensor = self.engine.plain(tensor)
@@ -247,48 +160,92 @@ class Values:
             t.fingerprint_at + row * self.row_bytes, address, n, kind, value
         )
         t.fingerprint_count = row + 1
+        return True
+
+    def show(
+        self, t: ThreadBuffers, tensor: Tensor, state: StorageState, value: int, key: Key
+    ) -> None:
+        """Fingerprint a value of a storage that is known, if its content may be read now."""
+        if value == state.hashed or not state.may_be_read(tensor):
+            return
+        if not self.fingerprint(t, tensor, value):
+            return
+        state.hashed = value
+        leaf = state.leaf
+        # a conjugate or negative view does not show what the layout holds
+        if leaf is not None and not (tensor.is_conj() or tensor.is_neg()):
+            start = (t.fingerprint_count - 1) * self.row_bytes
+            raw = int.from_bytes(t.fingerprints[start : start + 8], "little")
+            leaf.read(key, tensor.numel(), raw)
+
+    def _make_another(self, t: ThreadBuffers, state: StorageState, key: Key) -> Entry:
+        """As `make`, for a storage of which other layouts may be known."""
+        if len(state.values) >= MAX_LAYOUTS:
+            state.values.clear()  # bounded; a layout seen again gets a second value
+        return self.make(t, state, key)
 
     # ---- inputs that are not known -------------------------------------------------------------------
 
-    def adopt(self, t: ThreadBuffers, tensor: Tensor) -> Entry:
-        """Register an input seen for the first time with this write count and layout: a leaf, or a view."""
-        storage = tensor.untyped_storage()
-        state: StorageState | None = getattr(storage, self.key, None)
-        key = (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
+    def adopt(self, t: ThreadBuffers, tensor: Tensor, use: Use, *, compiled: int) -> Entry:
+        """Register an input seen for the first time with this write count and layout: a leaf, or a view.
+
+        `compiled` says that code which torch.compile generated handed it over.
+        """
+        state: StorageState | None = getattr(tensor.untyped_storage(), self.key, None)
+        key = key_of(tensor)
         if state is not None:
-            entry = self.make(t, state, key)
-            if (
-                state.partial
-                and self.integrity != "off"
-                and self._settle(state)
-                and is_readable(tensor)
-            ):
-                self.fingerprint(t, tensor, entry[0])
-                state.hashed = entry[0]
-            return entry
+            return self._adopt_layout(t, tensor, state, key)
         state, leaf = self._new_leaf(tensor)
         entry = self.make(t, state, key)
-        if self._can_read(tensor):
-            self.fingerprint(t, tensor, entry[0])
-            leaf.raw[key] = self._last_raw(t)
-        named = self._names.get(id(tensor))
-        if named is not None and named[0]() is tensor:
-            name, kind = named[1:]
-        else:
-            name, kind = self._name_in_module(t, tensor) or ("", "constant")
+        if not use.overwrites(tensor) and self._can_read(tensor):
+            self.show(t, tensor, state, entry[0], key)
+        if compiled and type(tensor) is Tensor:
+            state.special = Generated()
+        name, kind = self._name_of(t, tensor) or ("", "constant")
         leaf.names.append((name, kind))
-        self._write_leaf((name, kind, "use", entry[0], t.seq, t.call))
+        self._tell(t, leaf, entry[0], name, kind, "use")
+        return entry
+
+    def _adopt_layout(
+        self, t: ThreadBuffers, tensor: Tensor, state: StorageState, key: Key
+    ) -> Entry:
+        entry = self._make_another(t, state, key)
+        leaf = state.leaf
+        # of a leaf only that part is known which was read
+        elsewhere = leaf is not None and leaf.key is not None and not leaf.tells(key)
+        if elsewhere or (state.partial and self.integrity != "off"):
+            self.show(t, tensor, state, entry[0], key)
         return entry
 
     def meet_parameter(
         self, t: ThreadBuffers, tensor: Tensor, state: StorageState, entry: Entry
     ) -> None:
         """Name a parameter whose content an op of this run made, at its first use."""
-        state.leaf = leaf = Leaf()
+        state.leaf = leaf = Leaf(self._round + 1)
+        state.at = tensor.untyped_storage().data_ptr() or 1
+        state.version = version_of(tensor)
+        leaf.at_version(state.version)
+        if self.integrity != "off" and self._can_read(tensor) and state.may_be_read(tensor):
+            leaf.read(key_of(tensor), tensor.numel(), self._digest(tensor))
         found = self._name_in_module(t, tensor)
         if found is not None:
             leaf.names.append(found)
-            self._write_leaf((*found, "use", entry[0], t.seq, t.call))
+            self._tell(t, leaf, entry[0], *found, "use")
+
+    def _new_leaf(self, tensor: Tensor) -> tuple[StorageState, Leaf]:
+        storage = tensor.untyped_storage()
+        state = StorageState(next(self._storage_ids), tensor.device, storage.data_ptr() or 1)
+        setattr(storage, self.key, state)
+        state.version = version_of(tensor)
+        state.leaf = leaf = Leaf(self._round + 1)
+        leaf.at_version(state.version)
+        return state, leaf
+
+    def _name_of(self, t: ThreadBuffers, tensor: Tensor) -> tuple[str, str] | None:
+        named = self._names.get(id(tensor))
+        if named is not None and named[0]() is tensor:
+            return named[1], named[2]
+        return self._name_in_module(t, tensor)
 
     def _name_in_module(self, t: ThreadBuffers, tensor: Tensor) -> tuple[str, str] | None:
         """The name of a parameter or buffer that was put into the running module after it was named.
@@ -304,105 +261,130 @@ class Values:
                     return (f"{t.path}.{name}" if t.path else name), kind
         return None
 
-    def _new_leaf(self, tensor: Tensor) -> tuple[StorageState, Leaf]:
-        storage = tensor.untyped_storage()
-        state = StorageState(next(self._storage_ids), tensor.device, storage.data_ptr() or 1)
-        setattr(storage, self.key, state)
-        state.version = None if tensor.is_inference() else tensor._version
-        state.leaf = leaf = Leaf()
-        leaf.versions.add(state.version)
-        self._leaf_count += 1
-        return state, leaf
+    # ---- leaves that may have changed with no op -----------------------------------------------------
 
     def moved(self, t: ThreadBuffers, tensor: Tensor, state: StorageState, entry: Entry) -> Entry:
         """A leaf whose address or version changed with no op that we saw: read it again.
 
-        The fingerprint, not the trigger, tells whether the content changed.
+        The content, not the trigger, tells whether it changed.
         """
-        storage = tensor.untyped_storage()
-        at = storage.data_ptr() or 1
-        version = None if tensor.is_inference() else tensor._version
+        at, version = tensor.untyped_storage().data_ptr() or 1, version_of(tensor)
         leaf = state.leaf
         assert leaf is not None
-        if (
-            at == state.at and version in leaf.versions
-        ):  # `p` and `p.data` have two version counters
-            state.version = version
+        # `p` and `p.data` have two version counters
+        known = at == state.at and version in leaf.versions
+        state.at, state.version = at, version
+        if known:
             return entry
-        state.at = at
-        state.version = version
-        leaf.versions.add(version)
-        known = leaf.raw.get((tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype))
-        if (
-            known is not None
-            and self._can_read(tensor)
-            and int(self.engine.fingerprint(tensor)["raw"]) == known
-        ):
-            return entry  # moved or touched, and the same content
-        return self._reread(t, tensor, state, leaf)
-
-    def _reread(self, t: ThreadBuffers, tensor: Tensor, state: StorageState, leaf: Leaf) -> Entry:
-        state.writes += 1
-        state.values = {}
-        leaf.raw = {}
-        key = (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
-        entry = self.make(t, state, key)
-        if self._can_read(tensor):
-            self.fingerprint(t, tensor, entry[0])
-            leaf.raw[key] = self._last_raw(t)
-        for name, kind in leaf.names or [("", "constant")]:
-            self._write_leaf((name, kind, "changed", entry[0], t.seq, t.call))
-        return entry
+        leaf.at_version(version)
+        if state.special is not None or self._is_unchanged(tensor, leaf):
+            return entry
+        return self._changed(t, tensor, state, leaf)
 
     def recheck(self, t: ThreadBuffers, tensor: Tensor, state: StorageState, entry: Entry) -> Entry:
         """Read a leaf again at use if the time for it is there; a change without a writer is a new value."""
         leaf = state.leaf
         if leaf is None or state.special is not None:
             return entry
-        if (
-            self.integrity != "full"
-            and leaf.checks * self._leaf_count > self._check_count + self._leaf_count
-        ):
-            return entry  # others' turn
-        started = now()
-        key = (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
-        known = leaf.raw.get(key)
-        if known is None or not self._can_read(tensor):
+        if self.integrity != "full" and not self._has_turn(leaf):
             return entry
-        leaf.checks += 1
-        self._check_count += 1
-        raw = int(self.engine.fingerprint(tensor)["raw"])
-        if raw != known:
-            entry = self._reread(t, tensor, state, leaf)
+        started = now()
+        if self._is_unchanged(tensor, leaf) is False:
+            entry = self._changed(t, tensor, state, leaf)
         self.spent += now() - started
         if self.integrity != "full" and self.spent > RECHECK_GRANT_NS:
             self.gate = self.opened + int((self.spent - RECHECK_GRANT_NS) / RECHECK_SHARE)
         return entry
 
-    def special(self, t: ThreadBuffers, tensor: Tensor, state: StorageState, entry: Entry) -> bool:
-        """Handle an input whose storage is unwritten or in flight; True if the op reads unwritten memory."""
-        if t.unread is None or any(a is tensor for a in t.unread):
-            return False
-        special = state.special
-        if isinstance(special, InFlight):
-            if self._settle(state) and is_readable(tensor):
-                self.fingerprint(t, tensor, entry[0])
-            return False
-        if not isinstance(special, Unwritten) or tensor.numel() == 0:
-            return False
-        unwritten = special.mask is None or not bool(_part(special.mask, tensor).all())
-        if unwritten and is_readable(tensor):
-            self.fingerprint(t, tensor, entry[0])
-        return unwritten
-
-    def _settle(self, state: StorageState) -> bool:
-        """Whether the storage may be read now; a completed collective is done with."""
-        special = state.special
-        if isinstance(special, InFlight):
-            if not special.readable or not special.work.is_completed():
+    def _has_turn(self, leaf: Leaf) -> bool:
+        """Whether a leaf may be read again now; a round ends when those in use have had their turn."""
+        if leaf.turn > self._round:
+            self._passed_over += 1
+            if self._passed_over < _RECHECK_ROUND:
                 return False
-            state.special = None
+            self._round += 1
+        self._passed_over = 0
+        leaf.turn = self._round + 1
         return True
+
+    def _is_unchanged(self, tensor: Tensor, leaf: Leaf) -> bool | None:
+        """Whether a leaf holds what it held when last read, by any view of it; None if that is unknown."""
+        whole = None if leaf.key is None else self._whole(tensor, leaf.key)
+        if whole is None or not self._can_read(whole):
+            return None
+        return self._digest(whole) == leaf.raw
+
+    def _whole(self, tensor: Tensor, key: Key) -> Tensor | None:
+        """The tensor in this layout on the storage of another."""
+        if key == key_of(tensor) and not (tensor.is_conj() or tensor.is_neg()):
+            return tensor
+        with silent(), torch._C.DisableTorchFunction(), torch.no_grad():
+            return in_layout(tensor.untyped_storage(), key)
+
+    def _changed(self, t: ThreadBuffers, tensor: Tensor, state: StorageState, leaf: Leaf) -> Entry:
+        """Register what a leaf holds that no op wrote, in the layout that was known and in this one."""
+        key = key_of(tensor)
+        whole = None if leaf.key is None else self._whole(tensor, leaf.key)
+        if whole is None:
+            whole = tensor
+        state.writes += 1
+        state.values = {}
+        leaf.forget()
+        entry = self.make(t, state, key_of(whole))
+        if self._can_read(whole):
+            self.show(t, whole, state, entry[0], key_of(whole))
+        for name, kind in leaf.names or [("", "constant")]:
+            self._tell(t, leaf, entry[0], name, kind, "changed")
+        return state.values.get(key) or self._adopt_layout(t, tensor, state, key)
+
+    # ---- memory that cannot just be read -------------------------------------------------------------
+
+    def special(
+        self,
+        t: ThreadBuffers,
+        tensor: Tensor,
+        state: StorageState,
+        entry: Entry,
+        use: Use,
+        flags: int,
+    ) -> tuple[Entry, int]:
+        """An input in memory that is unwritten, in flight or generated code's: its value, the op's flags."""
+        if tensor.numel() == 0 or not use.reads(tensor):
+            return entry, flags
+        special = state.special
+        if isinstance(special, Generated):
+            return self._generated(t, tensor, state, entry, flags)
+        if isinstance(special, InFlight):
+            self.show(t, tensor, state, entry[0], key_of(tensor))
+            return entry, flags
+        if not isinstance(special, Unwritten) or not is_readable(tensor):
+            return entry, flags
+        if special.was_touched(tensor.untyped_storage()):
+            state.special = None
+            flags |= REREAD
+        elif not special.may_hold(tensor):
+            flags |= READ_UNINITIALISED
+        if entry[0] != state.hashed and self.fingerprint(t, tensor, entry[0]):
+            state.hashed = entry[0]
+        return entry, flags
+
+    def _generated(
+        self, t: ThreadBuffers, tensor: Tensor, state: StorageState, entry: Entry, flags: int
+    ) -> tuple[Entry, int]:
+        """A buffer that generated code may have written since it was last seen."""
+        leaf = state.leaf
+        assert leaf is not None
+        if not flags & COMPILED:
+            state.special = None  # handed over: from here on it is the program's
+        if leaf.key is not None:
+            if self._is_unchanged(tensor, leaf):
+                return entry, flags
+            state.writes += 1
+            state.values = {}
+            leaf.forget()
+            entry = self.make(t, state, key_of(tensor))
+        self.show(t, tensor, state, entry[0], key_of(tensor))
+        return entry, flags | REREAD
 
     # ---- writes ----------------------------------------------------------------------------------------
 
@@ -412,93 +394,113 @@ class Values:
         tensors: Sequence[Tensor],
         outputs: list[int],
         *,
-        bumps: bool = False,
+        use: Use | None = None,
         in_flight: InFlight | None = None,
     ) -> None:
-        """Bring the write counts of written tensors up to date and register their new contents.
-
-        `bumps` says that torch will raise the version counters once the mode has returned.
-        """
+        """Bring the write counts of written tensors up to date and register their new contents."""
+        bumps = use is not None and use.plan.bumps
+        selection = use.selection() if use is not None and self._needs_selection(use) else None
         for tensor in tensors:
             storage = tensor.untyped_storage()
             state: StorageState | None = getattr(storage, self.key, None)
-            if (
-                state is None
-            ):  # seen as an input before, unless the op's own inputs could not be read
+            if state is None:
+                # seen as an input before, unless the op's own inputs could not be read
                 state, _ = self._new_leaf(tensor)
             state.writes += 1
             state.values = {}
-            nbytes = storage.nbytes()
-            state.partial = tensor.numel() * tensor.element_size() < nbytes
+            scattered = use is not None and use.plan.scatters
+            state.partial = scattered or tensor.numel() * tensor.element_size() < storage.nbytes()
             if state.at:
-                state.at = storage.data_ptr() or 1
-                state.version = None if tensor.is_inference() else tensor._version
-                leaf = state.leaf
-                if leaf is not None:
-                    leaf.versions.add(state.version)
-                    if bumps and state.version is not None:
-                        leaf.versions.add(state.version + 1)
-                    leaf.raw = {}
+                self._rewritten(tensor, state, bumps=bumps)
             if in_flight is not None:
                 state.special = in_flight
             elif isinstance(state.special, Unwritten):
-                _fill(state, state.special, tensor, nbytes)
-            else:
+                if is_readable(tensor) and state.special.write(storage, tensor, selection):
+                    state.special = None
+            elif not isinstance(state.special, Generated):
                 state.special = None
         for tensor in tensors:
-            self.output(t, tensor, outputs, quiet=in_flight is not None or not is_readable(tensor))
+            state = getattr(tensor.untyped_storage(), self.key)
+            key = key_of(tensor)
+            entry = state.values.get(key)
+            if entry is None:
+                entry = self.make(t, state, key)
+                self.show(t, tensor, state, entry[0], key)
+            outputs.append(entry[0])
+
+    def _needs_selection(self, use: Use) -> bool:
+        """Whether an indexed write goes into memory that is not wholly written."""
+        if not use.plan.scatters:
+            return False
+        state = getattr(use.args[0].untyped_storage(), self.key, None)
+        return state is not None and isinstance(state.special, Unwritten)
+
+    def _rewritten(self, tensor: Tensor, state: StorageState, *, bumps: bool) -> None:
+        """A leaf was written by an op; `bumps` says that its version goes up once the mode has returned."""
+        state.at = tensor.untyped_storage().data_ptr() or 1
+        state.version = version = version_of(tensor)
+        leaf = state.leaf
+        if leaf is None:
+            return
+        leaf.forget()
+        leaf.at_version(version)
+        if bumps and version is not None:
+            leaf.at_version(version + 1)
 
     # ---- names -----------------------------------------------------------------------------------------
 
-    def name(self, t: ThreadBuffers, tensor: Tensor, name: str, kind: str, when: str) -> int | None:
+    def name(self, t: ThreadBuffers, tensor: Tensor, name: str, kind: str, when: str) -> int:
         """Give a tensor's present content a name, and fingerprint it if nothing has; return its value id."""
         state: StorageState | None = getattr(tensor.untyped_storage(), self.key, None)
-        key = (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
-        self._names[id(tensor)] = (weakref.ref(tensor), name, kind)
-        entry = None
+        key = key_of(tensor)
         if state is None:
-            state, leaf = self._new_leaf(tensor)
-        elif state.leaf is not None:
-            leaf = state.leaf
-            entry = state.values.get(key)
-            if (
-                entry is not None
-                and state.at
-                and (
-                    (tensor.untyped_storage().data_ptr() or 1) != state.at
-                    or (not tensor.is_inference() and tensor._version != state.version)
-                )
-            ):
+            state, _ = self._new_leaf(tensor)
+        leaf = state.leaf
+        entry = state.values.get(key)
+        if entry is not None and leaf is not None and state.at:
+            at = tensor.untyped_storage().data_ptr() or 1
+            if at != state.at or version_of(tensor) != state.version:
                 entry = self.moved(t, tensor, state, entry)
-        else:
-            leaf = None
-            entry = state.values.get(key)
         if entry is None:
-            entry = self.make(t, state, key)
-        readable = (
-            self._settle(state)
-            and not isinstance(state.special, Unwritten)
-            and self._can_read(tensor)
-        )
-        if readable and entry[0] != state.hashed and (leaf is None or key not in leaf.raw):
-            self.fingerprint(t, tensor, entry[0])
-            state.hashed = entry[0]
-            if leaf is not None:
-                leaf.raw[key] = self._last_raw(t)
-        if leaf is not None and (name, kind) not in leaf.names:
-            leaf.names = [known for known in leaf.names if known[0]]
-            leaf.names.append((name, kind))
-        self._write_leaf((name, kind, when, entry[0], t.seq, t.call))
+            entry = self._make_another(t, state, key)
+        if isinstance(state.special, Generated):
+            entry, _ = self._generated(t, tensor, state, entry, 0)
+        if (leaf is None or key != leaf.key) and self._can_read(tensor):
+            self.show(t, tensor, state, entry[0], key)
+        if kind not in ("output", "gradient"):  # a result keeps the name that it had
+            self._names[id(tensor)] = (weakref.ref(tensor), name, kind)
+            if leaf is not None and (name, kind) not in leaf.names:
+                leaf.names = [known for known in leaf.names if known[0]]
+                leaf.names.append((name, kind))
+        self._tell(t, leaf, entry[0], name, kind, when)
         return entry[0]
+
+    def _tell(
+        self, t: ThreadBuffers, leaf: Leaf | None, value: int, name: str, kind: str, when: str
+    ) -> None:
+        if leaf is not None:
+            if len(leaf.told) >= MAX_LAYOUTS:
+                leaf.told.clear()
+            leaf.told.add(value)
+        self._write_leaf((name, kind, when, value, t.seq, t.call))
+
+    def is_input(self, tensor: Tensor) -> bool:
+        """Whether no op made a tensor's content, no model owns it, and it was not named as it is now."""
+        known = self.value_of(tensor)
+        if known is None:
+            return True
+        state, entry = known
+        leaf = state.leaf
+        if leaf is None or state.writes:
+            return False
+        if any(kind not in ("input", "constant") for _, kind in leaf.names):
+            return False
+        return entry is None or entry[0] not in leaf.told or not any(n for n, _ in leaf.names)
 
     def value_of(self, tensor: Tensor) -> tuple[StorageState, Entry | None] | None:
         """What is known of a tensor without registering anything."""
         state: StorageState | None = getattr(tensor.untyped_storage(), self.key, None)
-        if state is None:
-            return None
-        return state, state.values.get(
-            (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
-        )
+        return None if state is None else (state, state.values.get(key_of(tensor)))
 
     def alive(self) -> Iterator[int]:
         """The last value of each storage that was made during the run and still lives."""
@@ -509,12 +511,17 @@ class Values:
 
     def prune(self) -> None:
         """Forget storages that died; memory stays bounded by what is alive."""
-        if len(self.made) > 4096:
-            self.made = deque(reference for reference in list(self.made) if reference() is not None)
+        made = self.made
+        if len(made) > self._prune_at:
+            for _ in range(len(made)):  # in place: other threads append meanwhile
+                reference = made.popleft()
+                if reference() is not None:
+                    made.append(reference)
+            self._prune_at = max(4096, 2 * len(made))
         if len(self._names) > 65536:
-            self._names = {
-                ident: named for ident, named in list(self._names.items()) if named[0]() is not None
-            }
+            for ident, named in list(self._names.items()):
+                if named[0]() is None:
+                    self._names.pop(ident, None)
 
     # ---- small things ------------------------------------------------------------------------------------
 
@@ -523,18 +530,13 @@ class Values:
             self._metas.clear()  # ids go on: a layout seen again gets a second one
         meta = self._metas[key] = next(self._meta_ids)
         shape, stride, dtype, device = key
-        self._write_name(
-            "meta",
-            meta,
-            json.dumps(
-                [
-                    list(map(int, shape)),
-                    list(map(int, stride)),
-                    str(dtype).removeprefix("torch."),
-                    str(device),
-                ]
-            ),
-        )
+        text = [
+            list(map(int, shape)),
+            list(map(int, stride)),
+            str(dtype).removeprefix("torch."),
+            str(device),
+        ]
+        self._write_name("meta", meta, json.dumps(text))
         return meta
 
     def _can_read(self, tensor: Tensor) -> bool:
@@ -549,29 +551,6 @@ class Values:
             return None
         return self.engine.plain(tensor)
 
-    def _last_raw(self, t: ThreadBuffers) -> int:
-        start = (t.fingerprint_count - 1) * self.row_bytes
-        return int.from_bytes(t.fingerprints[start : start + 8], "little")
-
-
-def _part(mask: Any, tensor: Tensor) -> Any:
-    """The elements of a storage's mask that belong to a tensor."""
-    return np.lib.stride_tricks.as_strided(
-        mask[tensor.storage_offset() :],
-        shape=tuple(tensor.shape),
-        strides=tuple(stride * mask.itemsize for stride in tensor.stride()),
-    )
-
-
-def _fill(state: StorageState, unwritten: Unwritten, tensor: Tensor, nbytes: int) -> None:
-    """Note that a tensor's part of an unwritten storage is written now."""
-    elements = nbytes // tensor.element_size()
-    if not state.partial or elements > _MAX_MASK:
-        state.special = None
-        return
-    if unwritten.mask is None or len(unwritten.mask) != elements:
-        unwritten.mask = np.zeros(elements, np.bool_)
-    if tensor.numel():
-        _part(unwritten.mask, tensor)[...] = True
-    if unwritten.mask.all():
-        state.special = None
+    def _digest(self, tensor: Tensor) -> int:
+        ready = self.engine.plain(tensor)
+        return self.engine.raw(ready.data_ptr(), ready.numel(), self.kinds[ready.dtype])

@@ -1,0 +1,198 @@
+"""What the memory behind a storage holds: nothing yet, parts, or what somebody still writes."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from opdrift.neutral import Work, silent, written_tensors
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from opdrift.plans import Plan
+
+    Mask = npt.NDArray[np.bool_]
+
+#: A storage of more elements than this is not followed element by element.
+MAX_MASK: Final = 1 << 22
+#: A glimpse is so many bytes at so many places.
+_GLIMPSE_BYTES: Final = 16
+_GLIMPSE_PLACES: Final = 4
+#: The arguments that an indexed write takes its new elements from.
+_CONTENTS: Final = frozenset({"source", "src", "value", "values", "fill_value"})
+
+
+class Unwritten:
+    """Memory that was handed out and not, or not wholly, written since."""
+
+    __slots__ = ("_glimpse", "_grain", "_mask", "_vague")
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        #: which elements were written, and the bytes of such an element; None before the first write
+        self._mask: Mask | None = None
+        self._grain = 1
+        #: a part was written, and the whole is too large to be followed
+        self._vague = False
+        self._glimpse = glimpse(storage)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether every element of a tensor is known to be written."""
+        if self._mask is None or self._vague:
+            return False
+        return bool(self._elements(tensor).all())
+
+    def may_hold(self, tensor: Tensor) -> bool:
+        """Whether every element of a tensor may be written, as far as is known."""
+        return self._vague or self.holds(tensor)
+
+    def write(
+        self, storage: torch.UntypedStorage, tensor: Tensor, selection: Mask | None = None
+    ) -> bool:
+        """Note that a tensor is written now, or those of its elements that `selection` names.
+
+        Returns:
+            Whether the whole storage is written.
+        """
+        elements = storage.nbytes() // tensor.element_size()
+        if selection is None and tensor.numel() >= elements:
+            return True
+        self._glimpse = glimpse(storage)
+        if elements > MAX_MASK:
+            self._vague = True
+        if self._vague:
+            return False
+        if self._mask is None:
+            self._grain = tensor.element_size()
+            self._mask = np.zeros(elements, np.bool_)
+        target = self._elements(tensor)
+        target[...] = True if selection is None else target | selection[..., None]
+        return bool(self._mask.all())
+
+    def _elements(self, tensor: Tensor) -> Mask:
+        """The part of the mask that belongs to a tensor: its shape, and an axis of grains per element."""
+        assert self._mask is not None
+        size, nbytes = tensor.element_size(), tensor.untyped_storage().nbytes()
+        if nbytes // self._grain != len(
+            self._mask
+        ):  # the storage was resized, and is other memory now
+            self._mask, self._grain = np.zeros(nbytes // size, np.bool_), size
+        elif size < self._grain:
+            self._mask, self._grain = np.repeat(self._mask, self._grain // size), size
+        grains = size // self._grain
+        return np.lib.stride_tricks.as_strided(
+            self._mask[tensor.storage_offset() * grains :],
+            shape=(*tensor.shape, grains),
+            strides=(*(stride * grains for stride in tensor.stride()), 1),
+        )
+
+    def was_touched(self, storage: torch.UntypedStorage) -> bool:
+        """Whether something wrote it with no op that was seen: numpy, a kernel that is no op."""
+        return glimpse(storage) != self._glimpse
+
+
+class InFlight:
+    """A collective that still fills the storage; it must not be read before it is done.
+
+    Args:
+        work: The collective; None where nothing tells when it is done.
+        readable: Whether `is_completed()` means that the output may be read (not so for reduce_scatter on gloo).
+    """
+
+    __slots__ = ("_done", "_readable", "_work")
+
+    def __init__(self, work: Work | None, *, readable: bool) -> None:
+        self._work = work
+        self._readable = readable
+        self._done = False
+
+    def is_done(self) -> bool:
+        """Whether the output may be read now."""
+        if not self._done and self._work is not None:
+            self._done = self._readable and self._work.is_completed()
+        return self._done
+
+
+class Generated:
+    """A buffer of code that torch.compile generated, which writes it with no op that could be seen."""
+
+    __slots__ = ()
+
+
+Special = Unwritten | InFlight | Generated
+
+
+def glimpse(storage: torch.UntypedStorage) -> bytes | None:
+    """A few bytes of a storage, spread over it; None if it has none that may be read now."""
+    size, device = storage.nbytes(), storage.device.type
+    if not size or device == "meta":
+        return None
+    step = max((size - _GLIMPSE_BYTES) // (_GLIMPSE_PLACES - 1), _GLIMPSE_BYTES)
+    places = range(0, size, step)[:_GLIMPSE_PLACES]
+    if device == "cpu":
+        at = storage.data_ptr()
+        return b"".join(
+            ctypes.string_at(at + place, min(_GLIMPSE_BYTES, size - place)) for place in places
+        )
+    if device == "cuda" and torch.cuda.is_current_stream_capturing():
+        return None  # a copy to the host would spoil the graph
+    return copied_bytes(storage, places)
+
+
+def copied_bytes(storage: torch.UntypedStorage, places: Sequence[int]) -> bytes:
+    """The glimpse of a storage on another device."""
+    with silent(), torch._C.DisableTorchFunction(), torch.no_grad():
+        content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        pieces = [content[place : place + _GLIMPSE_BYTES] for place in places]
+        return torch.cat(pieces).cpu().numpy().tobytes()
+
+
+class Use(NamedTuple):
+    """A call of an op that is about to run: the overload and its arguments."""
+
+    plan: Plan
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+
+    def reads(self, tensor: Tensor) -> bool:
+        """Whether the op looks at the content of one of its tensor arguments."""
+        if self.plan.scatters:
+            return tensor is not self.args[0] or self._accumulates()
+        return self.plan.reads and not self.overwrites(tensor)
+
+    def overwrites(self, tensor: Tensor) -> bool:
+        """Whether the op writes one of its tensor arguments without reading it."""
+        return self.plan.overwrites and any(written is tensor for written in written_tensors(*self))
+
+    def _accumulates(self) -> bool:
+        """Whether `index_put_` or `put_` adds to what is there."""
+        return (self.args[3] if len(self.args) > 3 else self.kwargs.get("accumulate")) is True
+
+    def selection(self) -> Mask:
+        """Which elements of its first argument an indexed write writes: the op itself, run on flags."""
+        names = [argument.name for argument in self.plan.func._schema.arguments]
+        with silent(), torch._C.DisableTorchFunction(), torch.no_grad():
+            target = torch.zeros(self.args[0].shape, dtype=torch.bool, device="cpu")
+            self.plan.call(
+                target,
+                *(_as_flag(name, a) for name, a in zip(names[1:], self.args[1:], strict=False)),
+                **{name: _as_flag(name, a) for name, a in self.kwargs.items()},
+            )
+            return target.numpy()
+
+
+def _as_flag(name: str, a: Any) -> Any:
+    if name in _CONTENTS:
+        return (
+            torch.ones(a.shape, dtype=torch.bool, device="cpu") if isinstance(a, Tensor) else True
+        )
+    if isinstance(a, Tensor):
+        return a.cpu()
+    if isinstance(a, list | tuple):
+        return [_as_flag("", item) for item in a]
+    return a

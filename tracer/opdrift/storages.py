@@ -1,0 +1,165 @@
+"""What is known of one storage, and the geometry of tensors within it."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from opdrift.memory import InFlight, Special, Unwritten
+
+#: So many layouts of one storage are known at a time (a data set is read through ever other windows).
+MAX_LAYOUTS: Final = 4096
+#: So many version counters of a leaf are remembered; the latest count.
+_MAX_VERSIONS: Final = 16
+
+#: Where a tensor lies in its storage: shape, stride, offset, dtype.
+Key = tuple[Any, ...]
+#: Value id and meta id.
+Entry = tuple[int, int]
+
+
+class Leaf:
+    """What a storage that no recorded op made is called, and what it held when last read.
+
+    Attributes:
+        names: Its (name, kind) pairs.
+        versions: Version counters at which it held its present content; None for inference tensors.
+        key: The largest layout in which the present content was read, None if in none; `raw` is its digest.
+        told: Values that have a row among the leaves.
+        turn: In which round it may be read again.
+    """
+
+    __slots__ = ("_size", "key", "names", "raw", "told", "turn", "versions")
+
+    def __init__(self, turn: int) -> None:
+        self.names: list[tuple[str, str]] = []
+        self.versions: set[int | None] = set()
+        self.key: Key | None = None
+        self.raw = 0
+        self._size = -1
+        self.told: set[int] = set()
+        self.turn = turn
+
+    def at_version(self, *versions: int | None) -> None:
+        """The content is the present one at these version counters, too."""
+        if len(self.versions) > _MAX_VERSIONS:
+            self.versions.clear()
+        self.versions.update(versions)
+
+    def read(self, key: Key, size: int, raw: int) -> None:
+        """The present content was read in a layout of so many elements; the largest is kept."""
+        if size > self._size:
+            self.key, self._size, self.raw = key, size, raw
+
+    def forget(self) -> None:
+        """It was written: what was read is no longer its content."""
+        self.key, self._size = None, -1
+
+    def tells(self, key: Key) -> bool:
+        """Whether what was read says what another layout holds, because that lies within it."""
+        if self.key is None or self.key[3] is not key[3] or not _is_row_major(self.key):
+            return False
+        start, first = key[2], self.key[2]
+        return bool(first <= start and start + _extent(key) <= first + self._size)
+
+
+class StorageState:
+    """What is known of one storage; lives exactly as long as it.
+
+    Attributes:
+        at: 0, or for a leaf the address at which it was seen; 1 where it has none.
+        values: Layout -> (value id, meta id) of the present write count.
+        special: None, or why its content cannot just be read.
+        partial: Its last write covered a part of it only.
+        last: The value id given last; `hashed`: the one fingerprinted last.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "at",
+        "device",
+        "hashed",
+        "id",
+        "last",
+        "leaf",
+        "partial",
+        "special",
+        "values",
+        "version",
+        "writes",
+    )
+
+    def __init__(self, ident: int, device: torch.device, at: int = 0) -> None:
+        self.id = ident
+        self.device = device
+        self.at = at
+        self.writes = 0
+        self.values: dict[Key, Entry] = {}
+        self.version: int | None = None
+        self.special: Special | None = None
+        self.partial = False
+        self.last = 0
+        self.hashed = 0
+        self.leaf: Leaf | None = None
+
+    def may_be_read(self, tensor: Tensor) -> bool:
+        """Whether the memory behind a tensor is there, written, and written to the end."""
+        special = self.special
+        if special is None:
+            return is_readable(tensor)
+        if isinstance(special, InFlight) and not special.is_done():
+            return False
+        return is_readable(tensor) and not (
+            isinstance(special, Unwritten) and not special.holds(tensor)
+        )
+
+
+def key_of(tensor: Tensor) -> Key:
+    """The layout of a tensor within its storage."""
+    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """The version counter; inference tensors have none."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def is_readable(tensor: Tensor) -> bool:
+    """Whether the memory behind a tensor is there; reading a freed storage kills the process (H3)."""
+    size = tensor.numel()
+    if not size:
+        return True
+    if not tensor.is_contiguous():
+        size = _extent(key_of(tensor))
+    needed = (tensor.storage_offset() + size) * tensor.element_size()
+    return bool(tensor.untyped_storage().nbytes() >= needed)
+
+
+def in_layout(storage: torch.UntypedStorage, key: Key) -> Tensor | None:
+    """A plain tensor on a storage; None for dtypes of which torch makes none (quantised)."""
+    shape, stride, offset, dtype = key
+    try:
+        return torch.empty(0, dtype=dtype, device=storage.device).set_(
+            storage, offset, shape, stride
+        )
+    except RuntimeError:
+        return None
+
+
+def _extent(key: Key) -> int:
+    """Elements of storage from the first to the last element of a layout."""
+    shape, stride = key[0], key[1]
+    if 0 in shape:
+        return 0
+    return int(1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)))
+
+
+def _is_row_major(key: Key) -> bool:
+    step = 1
+    for size, stride in zip(reversed(key[0]), reversed(key[1]), strict=True):
+        if size != 1 and stride != step:
+            return False
+        step *= size
+    return True
