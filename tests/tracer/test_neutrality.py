@@ -9,6 +9,10 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import json
+import os
+import subprocess
+import sys
 import warnings
 import weakref
 from collections.abc import Callable
@@ -733,6 +737,28 @@ def test_a_run_is_bit_identical_with_and_without_recording(
     case: Callable[[], Any], unchanged: Unchanged
 ):
     unchanged(case)
+
+
+@pytest.mark.slow
+def test_every_op_of_torch_is_bit_identical_forward_and_backward(tmp_path: Path):
+    """On the samples that torch tests its ops with; `prod` is one of the known exceptions below."""
+    program = Path(__file__).with_name("every_op.py")
+    paths = os.pathsep.join(path for path in sys.path if path)
+
+    done = subprocess.run(
+        [sys.executable, program, tmp_path / "run.trace"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": paths},
+        timeout=300,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["differ"] == ["prod complex64", "prod float32"]
+    assert (found["failures"], found["incomplete"]) == ([], None)
+    assert found["samples"] > 2000
 
 
 @pytest.mark.parametrize("integrity", ["off", "full"])
