@@ -19,6 +19,7 @@ from opdrift.errors import DamagedTraceError, NotATraceError, TraceVersionError
 from opdrift.records import (
     TRACE_SCHEMA,
     Argument,
+    Batch,
     Call,
     Footer,
     Header,
@@ -33,6 +34,8 @@ from opdrift.records import (
     TensorArgument,
     TensorMeta,
 )
+from opdrift.tracefile.axes import Extents
+from opdrift.tracefile.samples import Followed, SampleTable
 from opdrift.tracefile.schema import (
     CHECKS,
     FOOTER,
@@ -232,6 +235,8 @@ class Trace:
         self._calls = tables["calls"].to_pydict()
         self._leaves = tables["leaves"]
         self._marks = tables["marks"]
+        self._samples = tables["samples"]
+        self._axes = tables["axes"]
         self._signatures: dict[int, Signature] = {}
         self._infos: dict[int, OpInfo] = {}
         self._metas: dict[int, TensorMeta] = {}
@@ -395,6 +400,61 @@ class Trace:
         row = int(self.values.fingerprint[value])
         return None if row < 0 else self.fingerprints[row]
 
+    # ---- single samples ------------------------------------------------------------------------------
+
+    @property
+    def batch(self) -> Batch | None:
+        """What the run was told of its batch; None if it was recorded without `batch=`."""
+        return self.samples.batch
+
+    def batch_of(self, value: int) -> Followed | None:
+        """Where the batch and padded lengths lie in a value; None if it carries none, or nobody looked.
+
+        A view's place is worked out from what is known of its storage. In a batch of one, the batch itself
+        lies nowhere.
+        """
+        return self.samples.followed(value)
+
+    def sample(self, value: int, sample: int) -> Fingerprint | None:
+        """What one sample of a value holds, without its padding.
+
+        It is the fingerprint that the value has in a run of that sample alone. In a batch of one it is
+        that of the whole value, unless that is padded.
+
+        Returns:
+            None if the value does not carry the batch, if where it lies is not known, or if the value was not
+            fingerprinted (a view, unwritten memory).
+        """
+        found = self.samples.fingerprint(value, sample)
+        if found is not None:
+            return found
+        if self.batch is None or self.batch.size > 1 or sample:
+            return None
+        followed = self.samples.own.get(value)
+        if followed is not None and (
+            followed.length_unknown
+            or any(self.extents(p.axis).is_padded(0) for p in followed.lengths)
+        ):
+            return None
+        return self.fingerprint(value)
+
+    def extents(self, axis: int) -> Extents:
+        """Which part of a padded axis is valid for each sample; `axis` as in `Followed.lengths`."""
+        return self.samples.extents(axis)
+
+    @cached_property
+    def samples(self) -> SampleTable:
+        """The records of single samples."""
+        return SampleTable(
+            FingerprintColumns(self._samples),
+            _ints(self._samples, "item"),
+            self._axes,
+            values=self.values,
+            meta=self.meta,
+            text=self._texts,
+            options=self.header.options,
+        )
+
     def index_of(self, seq: int) -> int | None:
         """The index of the op with this seq."""
         i = int(np.searchsorted(self.ops.seq, seq))
@@ -480,7 +540,7 @@ def _load(folder: Path, rank: int | None) -> Trace:
 
 def _consistent(tables: dict[str, pa.Table]) -> dict[str, pa.Table]:
     """Cut an incomplete trace before the first op that refers to something another thread never wrote."""
-    ops, leaves = tables["ops"], tables["leaves"]
+    ops = tables["ops"]
     known = np.append(_ints(tables["values"], "value"), 0)
     first = np.iinfo(np.int64).max
     seq = _ints(ops, "seq")
@@ -493,10 +553,10 @@ def _consistent(tables: dict[str, pa.Table]) -> dict[str, pa.Table]:
     return {
         **tables,
         "ops": ops.filter(pa.array(seq < first)),
-        "leaves": leaves.filter(pa.array(np.isin(_ints(leaves, "value"), known))),
-        "tensors": tables["tensors"].filter(
-            pa.array(np.isin(_ints(tables["tensors"], "value"), known))
-        ),
+        **{
+            name: tables[name].filter(pa.array(np.isin(_ints(tables[name], "value"), known)))
+            for name in ("tensors", "samples", "axes", "leaves")
+        },
     }
 
 

@@ -21,9 +21,27 @@ RANK_FOLDER: Final = "rank-{:05d}"
 
 _IDS: Final = pa.list_(pa.int64())
 
+_FINGERPRINT: Final = (
+    ("raw", pa.uint64()),
+    ("n", pa.int64()),
+    ("code", pa.uint8()),
+    ("min", pa.float64()),
+    ("max", pa.float64()),
+    ("absmax", pa.float64()),
+    ("sum", pa.float64()),
+    ("ssq", pa.float64()),
+    ("nan", pa.int64()),
+    ("pinf", pa.int64()),
+    ("ninf", pa.int64()),
+    ("zero", pa.int64()),
+    ("subnormal", pa.int64()),
+    ("sketch", pa.binary()),
+    ("sample", pa.binary()),
+)
+
 #: One Arrow IPC stream a table, in the file `<table>.arrows`. Ids start at 1; 0 means none.
 TABLES: Final[dict[str, pa.Schema]] = {
-    # interned texts: what the ids of the other tables stand for. kind: op, signature, meta, path, source
+    # interned texts: what the ids of the other tables stand for. kind: op, signature, meta, path, source, extents
     "names": pa.schema([("kind", pa.string()), ("id", pa.int64()), ("text", pa.string())]),
     # module calls
     "calls": pa.schema(
@@ -67,24 +85,16 @@ TABLES: Final[dict[str, pa.Schema]] = {
         ]
     ),
     # fingerprints (tfp1) of values
-    "tensors": pa.schema(
+    "tensors": pa.schema([("value", pa.int64()), *_FINGERPRINT]),
+    # fingerprints of single samples of a value that carries the batch; fields as in tensors
+    "samples": pa.schema([("value", pa.int64()), ("item", pa.uint32()), *_FINGERPRINT]),
+    # where the batch and padded lengths lie in a value
+    "axes": pa.schema(
         [
             ("value", pa.int64()),
-            ("raw", pa.uint64()),
-            ("n", pa.int64()),
-            ("code", pa.uint8()),
-            ("min", pa.float64()),
-            ("max", pa.float64()),
-            ("absmax", pa.float64()),
-            ("sum", pa.float64()),
-            ("ssq", pa.float64()),
-            ("nan", pa.int64()),
-            ("pinf", pa.int64()),
-            ("ninf", pa.int64()),
-            ("zero", pa.int64()),
-            ("subnormal", pa.int64()),
-            ("sketch", pa.binary()),
-            ("sample", pa.binary()),
+            ("flags", pa.uint8()),
+            ("batch", pa.list_(pa.int64())),
+            ("length", pa.list_(pa.int64())),
         ]
     ),
     # named and nameless leaves, outputs of root modules, gradients, what lived at exit
@@ -117,6 +127,8 @@ TABLES: Final[dict[str, pa.Schema]] = {
 SKETCH_WIDE_BYTES: Final = 160
 SKETCH_NARROW_BYTES: Final = 256
 SAMPLES: Final = 32
+#: Samples of a batch from this number on have no sketch: statistics and a few components must do.
+SKETCHED_SAMPLES: Final = 64
 
 
 def checksum(data: Mapping[str, Any]) -> int:

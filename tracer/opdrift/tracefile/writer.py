@@ -17,7 +17,16 @@ import pyarrow as pa
 import pyarrow.ipc as ipc
 
 from opdrift.errors import TraceExistsError, TraceNotWritableError
-from opdrift.tracefile.schema import CHECKS, FOOTER, HEADER, RANK_FOLDER, TABLES, checksum
+from opdrift.tracefile.lock import hold, is_held
+from opdrift.tracefile.schema import (
+    CHECKS,
+    FOOTER,
+    HEADER,
+    RANK_FOLDER,
+    SKETCHED_SAMPLES,
+    TABLES,
+    checksum,
+)
 
 Columns = Sequence[Any]
 _UPPER_40 = np.uint64(1 << 23)
@@ -56,6 +65,10 @@ def _check_free(path: Path, folder: Path, rank: int | None, *, overwrite: bool) 
         if not _is_trace(folder):
             raise TraceExistsError(
                 f"{folder} exists and is no opdrift trace, so it is left alone. Choose another path."
+            )
+        if is_held(folder / CHECKS):
+            raise TraceExistsError(
+                f"{folder} is being recorded at this moment, so it is not replaced. Choose another path."
             )
         if not overwrite:
             raise TraceExistsError(
@@ -131,6 +144,7 @@ class TraceWriter:
                 for name, schema in TABLES.items()
             }
             self._checks = (folder / CHECKS).open("xb", buffering=0)
+            hold(self._checks)  # so that nobody replaces the trace before it is closed
         except OSError as error:
             raise TraceNotWritableError(
                 f"{folder} cannot be written: {_reason(error)}. Choose a path that you may write to."
@@ -181,18 +195,39 @@ def list_column(lengths: npt.NDArray[Any], values: npt.NDArray[np.int64]) -> pa.
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
 
 
+def int_list_column(rows: Sequence[Sequence[int]]) -> pa.Array:
+    """A column of lists of integers."""
+    return list_column(
+        np.array([len(row) for row in rows], np.int64),
+        np.array([n for row in rows for n in row], np.int64),
+    )
+
+
 def fingerprint_columns(rows: npt.NDArray[Any]) -> Columns:
     """Columns of the table `tensors` from tfp1 rows of 640 bytes (`opdrift.fingerprint`)."""
+    return [np.ascontiguousarray(rows["value"]), *_fingerprints(rows)]
+
+
+def sample_columns(rows: npt.NDArray[Any]) -> Columns:
+    """Columns of the table `samples` from tfp1 rows; later samples of a batch lose their sketch."""
+    item = np.ascontiguousarray(rows["item"])
+    return [
+        np.ascontiguousarray(rows["value"]),
+        item,
+        *_fingerprints(rows, sketched=item < SKETCHED_SAMPLES),
+    ]
+
+
+def _fingerprints(rows: npt.NDArray[Any], sketched: npt.NDArray[Any] | None = None) -> Columns:
     width = _WIDTHS[rows["code"]]
     count = rows["n"].astype(np.int64)
     names = ("min", "max", "absmax", "sum", "ssq", "nan", "pinf", "ninf", "zero", "sub")
     return [
-        np.ascontiguousarray(rows["value"]),
         np.ascontiguousarray(rows["raw"]),
         count,
         rows["code"].astype(np.uint8),
         *(np.ascontiguousarray(rows[name]) for name in names),
-        _sketches(rows, width, count),
+        _sketches(rows, width, count if sketched is None else count * sketched),
         _samples(rows, width, count),
     ]
 
