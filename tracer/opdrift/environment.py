@@ -226,7 +226,7 @@ def report() -> dict[str, Any]:
 
 
 def _cuda_initialised() -> bool:
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+    return bool(torch.cuda.is_initialized())
 
 
 def _flag_readers() -> dict[str, Reader]:
@@ -280,7 +280,7 @@ def _flushes_denormals() -> bool:
 
 def _default_device() -> str:
     """As `torch.get_default_device`, which runs an op for a device without an index."""
-    modes = reversed(_get_current_function_mode_stack())  # type: ignore[no-untyped-call]
+    modes = reversed(_get_current_function_mode_stack())
     return next((str(mode.device) for mode in modes if isinstance(mode, DeviceContext)), "cpu")
 
 
