@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[int, str, str], ...] = (
     (
         2,
         RECORDING,
-        "buffers environment fingerprint imports memory neutral plans randomness scopes sources storages values",
+        "buffers environment fingerprint imports memory neutral plans randomness scopes sources spool storages values",
     ),
     (3, RECORDING, "mode naming options recorder"),
     (2, READING, "align contents tokens"),

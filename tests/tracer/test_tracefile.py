@@ -30,7 +30,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
     with torch.no_grad(), opdrift.record(path, model=model) as recorder:
         model(torch.randn(4, 8))
-        recorder._flush(recorder._thread())
+        recorder._spool.flush(recorder._spool.thread())
         model(torch.randn(4, 8))
     return path
 

@@ -11,7 +11,7 @@ import ctypes
 import struct
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
@@ -69,6 +69,21 @@ _PACK_IDS: Final = [struct.Struct(f"<{n}q").pack_into for n in range(65)]
 Counts = tuple[int, int, int, int]
 
 
+class Place(NamedTuple):
+    """Where a thread was before a module call or a scope began; `holder` tells which one (scopes: below 0)."""
+
+    call: int
+    source: int
+    path: str
+    module: weakref.ref[Module] | None
+    holder: int
+
+    @property
+    def is_module(self) -> bool:
+        """Whether it was a module call."""
+        return self.holder > 0
+
+
 class ThreadBuffers:
     """Buffers and place of one thread: its module call, its line, its packed rows."""
 
@@ -78,6 +93,7 @@ class ThreadBuffers:
         "calls",
         "clock",
         "done",
+        "due",
         "fingerprint_at",
         "fingerprint_count",
         "fingerprint_row",
@@ -119,6 +135,8 @@ class ThreadBuffers:
         self.call = 0
         self.source = 0
         self.seq = 0
+        #: when the next flush is due (perf_counter_ns)
+        self.due = 0
         #: when the last op ended
         self.clock = 0
         self.paused = 0
@@ -126,7 +144,7 @@ class ThreadBuffers:
         self.path = ""
         self.module: weakref.ref[Module] | None = None
         self.modules = 0
-        self.stack: list[tuple[int, int, str, weakref.ref[Module] | None]] = []
+        self.stack: list[Place] = []
 
     @property
     def pending(self) -> bool:

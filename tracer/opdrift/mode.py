@@ -117,8 +117,6 @@ class RecordingMode(TorchDispatchMode):
         self._signature_ids = itertools.count(1)
         self._seq = itertools.count(1)
         self._keys: DispatchKeys | None = None
-        #: when the next flush is due (perf_counter_ns)
-        self.due = 0
         #: whether anything is still written; False after a fork or when the disk failed
         self.recording = True
 
@@ -275,7 +273,7 @@ class RecordingMode(TorchDispatchMode):
                 mutated,
             )
             t.clock = ended
-            if ended > self.due:
+            if ended > t.due:
                 self._flush(t)
         except Exception as error:
             self._failed(plan.name, error)

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import Module
+from torch.nn.parameter import is_lazy
 
 from opdrift.mode import parts
-from opdrift.scopes import clean, name_arguments, walk
+from opdrift.scopes import cleaner, name_arguments, unwrapped, walk
 
 if TYPE_CHECKING:
     from opdrift.buffers import ThreadBuffers
@@ -47,16 +48,17 @@ class Naming:
         """Name and fingerprint a model's parameters and buffers, and say in a mark what it is."""
         self._models[id(model)] = weakref.ref(model), prefix
         non_persistent: list[str] = []
+        own = cleaner(model)
         for path, module in model.named_modules():
             self._inside[id(module)] = weakref.ref(module)
             non_persistent += [
-                _joined(prefix, path, name) for name in module._non_persistent_buffers_set
+                _joined(prefix, own(path), name) for name in module._non_persistent_buffers_set
             ]
         counts = {"parameter": 0, "buffer": 0}
         for kind, path, tensor in _tensors(model, remove_duplicate=False):
             if any(owner.owns(tensor) for owner in self.owners):
                 continue
-            self.tensor(t, tensor, _joined(prefix, path), kind, "entry")
+            self.tensor(t, tensor, _joined(prefix, own(path)), kind, "entry")
             counts[kind] += 1
         fields = {
             "name": prefix,
@@ -69,9 +71,12 @@ class Naming:
         self._write_mark(t, "model", fields)
 
     def knows(self, module: Module) -> bool:
-        """Whether a module is one of the named models, or a part of one."""
-        found = self._inside.get(id(module))
-        return found is not None and found() is module
+        """Whether a module is one of the named models, a part of one, or a wrapper around it."""
+        for each in (module, unwrapped(module)):
+            found = self._inside.get(id(each))
+            if found is not None and found() is each:
+                return True
+        return False
 
     def arguments(
         self, t: ThreadBuffers, module: Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -97,8 +102,9 @@ class Naming:
             model = reference()
             if model is None:
                 continue
+            own = cleaner(model)
             for kind, path, tensor in _tensors(model, remove_duplicate=True):
-                name = _joined(prefix, path)
+                name = _joined(prefix, own(path))
                 for part_name, part in plain_parts(name, tensor):
                     found = self._values.value_of(part)
                     if found is not None and found[0].writes:
@@ -118,11 +124,16 @@ def _tensors(model: Module, *, remove_duplicate: bool) -> Iterator[tuple[str, st
 
 
 def _joined(*names: str) -> str:
-    return clean(".".join(name for name in names if name))
+    return ".".join(name for name in names if name)
 
 
 def plain_parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """The plain tensors that hold a tensor's content: itself, a DTensor's local part, a sparse one's components."""
+    """The plain tensors that hold a tensor's content: itself, a DTensor's local part, a sparse one's components.
+
+    None for a parameter of a lazy module, which has no shape yet.
+    """
+    if is_lazy(tensor):
+        return
     local = getattr(tensor, "_local_tensor", None)
     if isinstance(local, torch.Tensor):
         tensor = local

@@ -46,7 +46,7 @@ class Options:
 
 
 def check_options(
-    path: str | os.PathLike[str],
+    path: object,
     *,
     model: object,
     inputs: object,
@@ -54,8 +54,8 @@ def check_options(
     integrations: object,
     kernels: str,
     integrity: str,
-    label: str,
-    overwrite: bool,
+    label: object,
+    overwrite: object,
 ) -> Options:
     """Check what `record` was given.
 
@@ -66,17 +66,27 @@ def check_options(
         raise InvalidOptionError(
             f"batch={batch!r} is no opdrift.Batch. Write batch=opdrift.Batch(size)."
         )
+    if not isinstance(label, str):
+        raise InvalidOptionError(f"label={label!r} is no text.")
+    if not isinstance(overwrite, bool):
+        raise InvalidOptionError(f"overwrite={overwrite!r}: say True or False.")
     return Options(
-        path=Path(path),
+        path=_path(path),
         models=_models(model),
         inputs=_inputs(inputs),
         batch=batch,
         integrations=_integrations(integrations),
         kernels=_effort("kernels", kernels),
         integrity=_effort("integrity", integrity),
-        label=str(label),
-        overwrite=bool(overwrite),
+        label=label,
+        overwrite=overwrite,
     )
+
+
+def _path(path: object) -> Path:
+    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
+        raise InvalidOptionError(f"path={path!r} is no path: give a str or a pathlib.Path.")
+    return Path(path)
 
 
 def _models(model: object) -> Mapping[str, Module]:
@@ -105,7 +115,11 @@ def _integrations(names: object) -> tuple[str, ...] | None:
     if names == "auto":
         return None
     known = installed_integrations()
-    if isinstance(names, str) or not isinstance(names, Sequence):
+    if (
+        isinstance(names, str)
+        or not isinstance(names, Sequence)
+        or not all(isinstance(name, str) for name in names)
+    ):
         raise InvalidOptionError(
             f"integrations={names!r}: give 'auto', or a sequence of names from {', '.join(sorted(known))}."
         )

@@ -30,7 +30,7 @@ class Digest(Protocol):
 class RecorderLike(Protocol):
     """The part of a recorder that an integration may use. Tensors are torch's."""
 
-    def mark(self, kind: str, **fields: Any) -> None:
+    def mark(self, kind: str, /, **fields: Any) -> None:
         """Write a mark: something that is no op. Fields are JSON types."""
 
     def scope(self, name: str) -> AbstractContextManager[None]:

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
+import shutil
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 from time import perf_counter_ns as now
 from types import TracebackType
-from typing import Any, Final, Literal, Self, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, cast
 
 import torch
 from torch.nn import Module
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from opdrift import environment
-from opdrift.buffers import ThreadBuffers
 from opdrift.errors import InvalidOptionError, RecorderStateError
 from opdrift.fingerprint.engine import load_engine
 from opdrift.imports import watch_imports
@@ -34,14 +36,17 @@ from opdrift.plugins import Integration, OwnsParameters, installed_integrations
 from opdrift.records import TRACE_SCHEMA, Batch
 from opdrift.scopes import Scopes
 from opdrift.sources import Sources
+from opdrift.spool import Spool
 from opdrift.tracefile.writer import TraceWriter, claim
 from opdrift.values import Values
 
+if TYPE_CHECKING:
+    from opdrift.buffers import ThreadBuffers
+
 log = logging.getLogger("opdrift")
 
-#: A busy thread flushes after this time; an idle program is flushed by the watchdog.
-_FLUSH_NS: Final = 900_000_000
 _MAX_FAILURES: Final = 100
+_LEAF_KINDS: Final = ("parameter", "buffer", "input", "constant")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +120,8 @@ class Recorder:
         self._state: Literal["new", "open", "closed"] = "new"
         self._stack = ExitStack()
         self._failures: dict[tuple[str, str], int] = {}
-        self._names: deque[tuple[str, int, str]] = deque()
-        self._leaves: deque[tuple[str, str, str, int, int, int]] = deque()
-        self._marks: deque[tuple[int, int, str, int, int, str]] = deque()
-        self._threads: dict[int, ThreadBuffers] = {}
-        self._lock = threading.Lock()
-        self._pid = 0
-        self._ops_written = 0
+        #: threads that called modules, and whose ops are not recorded
+        self._unrecorded: set[int] = set()
 
     # ---- life cycle ------------------------------------------------------------------------------------
 
@@ -131,31 +131,43 @@ class Recorder:
                 f"This recorder of {self.path} was used before. A recorder records once: call opdrift.record() again."
             )
         rank, world_size = _rank()
-        folder = claim(self.path, rank=rank, overwrite=self._options.overwrite)
         self._engine = load_engine()
-        self._row = self._engine.ROW
-        self._pid = os.getpid()
-        self._started = now()
+        folder = claim(self.path, rank=rank, overwrite=self._options.overwrite)
+        with ExitStack() as undo:
+            # if it cannot be opened nothing is recorded, and the path is free again
+            undo.callback(shutil.rmtree, folder, ignore_errors=True)
+            self._state = "closed"
+            self._prepare(folder, rank, world_size)
+            undo.callback(self._give_up)
+            self._state = "open"
+            self._open()
+            undo.pop_all()
+        return self
+
+    def _prepare(self, folder: Path, rank: int | None, world_size: int | None) -> None:
         self._flags = environment.Flags()
         self._writer = TraceWriter(folder, self._header(rank, world_size))
         self._flags.changed()
+        self._spool = spool = Spool(
+            self._writer, self._engine.ROW, failed=self._failed, stopped=self._stopped
+        )
+        self._owner = spool.thread()
         self._values = Values(
-            f"_opdrift_{id(self):x}_{self._started:x}",
+            f"_opdrift_{id(self):x}_{now():x}",
             self._engine,
-            write_name=self._write_name,
-            write_leaf=self._leaves.append,
-            flush=self._flush,
+            write_name=spool.name,
+            write_leaf=spool.leaf,
+            flush=spool.flush,
             integrity=self._options.integrity,
         )
-        self._naming = Naming(
-            self._values, write_mark=self._write_mark, write_leaf=self._leaves.append
-        )
-        self._sources = Sources(self._write_name)
+        spool.after_flush = self._values.prune
+        self._naming = Naming(self._values, write_mark=spool.mark, write_leaf=spool.leaf)
+        self._sources = Sources(spool.name)
         self._scopes = Scopes(
-            self._thread,
+            self._here,
             self._sources,
-            write_name=self._write_name,
-            flush=self._flush,
+            write_name=spool.name,
+            flush=spool.flush,
             failed=self._failed,
             on_root=self._root_called,
             on_root_done=self._root_returned,
@@ -163,24 +175,23 @@ class Recorder:
         self._mode = RecordingMode(
             self._values,
             self._sources,
-            thread=self._thread,
-            write_name=self._write_name,
-            write_mark=self._write_mark,
-            flush=self._flush,
+            thread=spool.thread,
+            write_name=spool.name,
+            write_mark=spool.mark,
+            flush=spool.flush,
             failed=self._failed,
         )
         self._mode.use_keys(dispatch_keys())
-        self._state = "open"
         if self._options.kernels == "full":
-            log.warning("kernels='full' is not there yet: kernels are named by rule, as with 'auto'.")
-        try:
-            self._open()
-        except BaseException:
-            self._stack.close()
-            self._writer.abandon()
-            self._state = "closed"
-            raise
-        return self
+            log.warning(
+                "kernels='full' is not there yet: kernels are named by rule, as with 'auto'."
+            )
+
+    def _give_up(self) -> None:
+        """Leave nothing attached, after an error while opening."""
+        self._state = "closed"
+        self._stack.close()
+        self._writer.abandon()
 
     def _open(self) -> None:
         self._look_for_imports = self._stack.enter_context(watch_imports(self._wanted_imports()))
@@ -190,18 +201,19 @@ class Recorder:
                 self._attach(integration)
         with silent():  # after the integrations: some own parameters
             self._guarded("names", self._name_given)
-        self._scopes.on()
         self._stack.callback(self._scopes.off)
-        self._stop = threading.Event()
-        self._watchdog = threading.Thread(target=self._watch, name="opdrift watchdog", daemon=True)
-        self._watchdog.start()
+        self._scopes.on()
+        self._stack.callback(self._spool.stop)
+        self._spool.start()
         self._values.opened = now()
-        self._flush(self._thread())
+        self._spool.flush(self._owner)
         self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     def _wanted_imports(self) -> dict[str, Callable[[], None]]:
         """What to do once a library is loaded: attach its integration; keep out of dynamo's way."""
-        wanted: dict[str, Callable[[], None]] = {"torch._dynamo.callback": self._dynamo_loaded}
+        wanted: dict[str, Callable[[], None]] = {
+            "torch._dynamo.callback": lambda: self._guarded("torch._dynamo", self._dynamo_loaded)
+        }
         if self._options.integrations is None:
             for point in installed_integrations().values():
                 integration = self._load_integration(point)
@@ -210,7 +222,7 @@ class Recorder:
         return wanted
 
     def _name_given(self) -> None:
-        t = self._thread()
+        t = self._spool.thread()
         for prefix, model in self._options.models.items():
             self._scopes.add(model, prefix)
             self._naming.model(t, model, prefix)
@@ -229,68 +241,84 @@ class Recorder:
         # integrations may still write marks as they leave
         self._guarded("closing", self._stack.close)
         self._state = "closed"
-        self._stop.set()
-        # a child that was forked inside the `with` writes nothing: the files are the parent's
-        if os.getpid() != self._pid:
-            return
-        self._watchdog.join()
+        if not self._spool.is_ours():
+            return  # a child that was forked inside the `with`
         with silent():
             self._guarded("closing", self._name_rest)
-        self._close(error)
+        self._spool.finish()
+        self._spool.close(self._footer(error))
 
-    def _close(self, error: BaseException | None) -> None:
-        for t in list(self._threads.values()):
-            self._flush(t)
-        if not self._mode.recording:
-            self._writer.abandon()
-            return
-        footer = {
-            "ops": self._ops_written,
+    def _footer(self, error: BaseException | None) -> dict[str, Any]:
+        return {
+            "ops": self._spool.ops_written,
             "ended": "ok" if error is None else "raised",
             "exception": None if error is None else f"{type(error).__name__}: {error}"[:2000],
             "failures": [
                 {"where": where, "error": what, "count": count}
                 for (where, what), count in self._failures.items()
             ],
-            "notes": [
-                f"{count} contents were not fingerprinted: {reason}"
-                for reason, count in self._values.skipped.items()
-            ],
+            "notes": self._notes(),
         }
-        try:
-            with silent():
-                self._writer.close(footer)
-        except Exception as problem:
-            self._disk_failed(problem)
+
+    def _stopped(self) -> None:
+        self._mode.recording = False
+
+    def _notes(self) -> list[str]:
+        notes = [
+            f"{count} contents were not fingerprinted: {reason}"
+            for reason, count in self._values.skipped.items()
+        ]
+        if self._unrecorded:
+            notes.append(
+                f"{len(self._unrecorded)} other threads called modules: their ops are not in this trace,"
+                " since a recording belongs to the thread that began it"
+            )
+        return notes
 
     # ---- what users and integrations call ----------------------------------------------------------------
 
-    def mark(self, kind: str, **fields: Any) -> None:
-        """Write a mark: something that is no op. Fields are JSON types.
+    def mark(self, kind: str, /, **fields: Any) -> None:
+        """Write a mark: something that is no op. Fields are JSON types; inf and nan become text.
 
         Raises:
             RecorderStateError: The recorder is not open.
-            InvalidOptionError: A field is no JSON type.
+            InvalidOptionError: `kind` is no text, or a field no JSON type.
         """
         self._must_be_open("mark")
+        _check_text("mark", "kind", kind)
         try:
-            json.dumps(fields)
-        except (TypeError, ValueError) as error:
+            plain = _finite(fields)
+            json.dumps(plain)
+        except (TypeError, ValueError, RecursionError) as error:
             raise InvalidOptionError(
                 f"mark({kind!r}) has a field that is no JSON value: {error}. Use numbers, text, lists and dicts."
             ) from None
-        self._write_mark(self._thread(), kind, fields)
+        self._spool.mark(self._spool.thread(), kind, plain)
 
     def scope(self, name: str) -> AbstractContextManager[None]:
-        """Ops inside run in the scope `name`, below the present one."""
+        """Ops inside run in the scope `name`, below the present one.
+
+        Raises:
+            RecorderStateError: The recorder is not open.
+            InvalidOptionError: `name` is no text, or empty.
+        """
         self._must_be_open("scope")
+        _check_text("scope", "name", name)
         return self._scopes.scope(name)
 
-    @contextmanager
-    def pause(self) -> Iterator[None]:
-        """Ops inside, on this thread, are not recorded. What they write is seen later as a hidden write."""
+    def pause(self) -> AbstractContextManager[None]:
+        """Ops inside, on this thread, are not recorded.
+
+        What they write into parameters, buffers and inputs is seen later as a hidden write.
+
+        Raises:
+            RecorderStateError: The recorder is not open.
+        """
         self._must_be_open("pause")
-        t = self._thread()
+        return self._paused(self._spool.thread())
+
+    @contextmanager
+    def _paused(self, t: ThreadBuffers) -> Iterator[None]:
         t.paused += 1
         try:
             yield
@@ -304,16 +332,33 @@ class Recorder:
             tensor: A strided tensor on any device; one whose memory is freed is named without content.
             name: The leaf's name.
             kind: "parameter", "buffer", "input" or "constant".
+
+        Raises:
+            RecorderStateError: The recorder is not open.
+            InvalidOptionError: An argument is of another type or value.
         """
         self._must_be_open("name_tensor")
+        _check_text("name_tensor", "name", name)
+        if kind not in _LEAF_KINDS:
+            raise InvalidOptionError(
+                f"name_tensor(kind={kind!r}): choose one of {', '.join(map(repr, _LEAF_KINDS))}."
+            )
+        _check_tensor("name_tensor", tensor)
         with silent():
-            t = self._thread()
+            t = self._spool.thread()
             self._guarded(
                 "name_tensor", lambda: self._naming.tensor(t, tensor, name, kind, "gather")
             )
 
     def digest(self, tensor: torch.Tensor) -> Digest | None:
-        """The digest of a tensor's present content; None if it cannot be read now (freed, meta, in flight)."""
+        """The digest of a tensor's present content; None if it cannot be read now (freed, meta, in flight).
+
+        Raises:
+            RecorderStateError: The recorder is not open.
+            InvalidOptionError: It is no tensor.
+        """
+        self._must_be_open("digest")
+        _check_tensor("digest", tensor)
         with silent():
             if self._engine.can_fingerprint(tensor) is not None:
                 return None
@@ -321,7 +366,12 @@ class Recorder:
             return Digest(int(row["raw"]), int(row["n"]), int(row["code"]))
 
     def clean_path(self, module: Module) -> str | None:
-        """The scope path of a module, wrapper segments stripped; None if the module is unknown."""
+        """The scope path of a module, wrapper segments stripped; None if the module is unknown.
+
+        Raises:
+            RecorderStateError: The recorder is not open.
+        """
+        self._must_be_open("clean_path")
         return self._scopes.path_of(module)
 
     def _must_be_open(self, what: str) -> None:
@@ -350,10 +400,10 @@ class Recorder:
     def _note_changed_flags(self, t: ThreadBuffers) -> None:
         changed = self._flags.changed()
         if changed:
-            self._write_mark(t, "flags", {name: list(pair) for name, pair in changed.items()})
+            self._spool.mark(t, "flags", {name: list(pair) for name, pair in changed.items()})
 
     def _name_rest(self) -> None:
-        t = self._thread()
+        t = self._spool.thread()
         t.call, t.path = 0, ""
         self._note_changed_flags(t)
         self._naming.rest(t)
@@ -378,23 +428,30 @@ class Recorder:
     def _dynamo_loaded(self) -> None:
         def off() -> None:
             self._scopes.off()
-            self._write_mark(self._thread(), "compile", {"event": "start"})
+            self._spool.mark(self._spool.thread(), "compile", {"event": "start"})
 
         def on() -> None:
             if self._state == "open":
                 self._scopes.on()
-            self._write_mark(self._thread(), "compile", {"event": "end"})
+            self._spool.mark(self._spool.thread(), "compile", {"event": "end"})
 
         self._stack.callback(around_compilation(off, on))
 
     # ---- threads, failures -----------------------------------------------------------------------------------
 
-    def _thread(self) -> ThreadBuffers:
+    def _here(self) -> ThreadBuffers | None:
+        """The buffers of the current thread; None for one whose ops are not recorded.
+
+        A dispatch mode belongs to a thread, and goes with autograd's work to those of its devices. Hooks
+        are process-wide: what other threads call is theirs, or another recorder's.
+        """
         ident = threading.get_ident()
-        found = self._threads.get(ident)
-        if found is None:
-            found = self._threads[ident] = ThreadBuffers(min(len(self._threads), 255), self._row)
-        return found
+        if ident == self._owner.ident:
+            return self._owner
+        if self._mode in _get_current_dispatch_mode_stack():
+            return self._spool.thread()
+        self._unrecorded.add(ident)
+        return None
 
     def _guarded(self, where: str, action: Callable[[], object]) -> None:
         try:
@@ -414,64 +471,6 @@ class Recorder:
                 where,
                 error,
             )
-
-    # ---- writing ---------------------------------------------------------------------------------------------
-
-    def _write_name(self, kind: str, ident: int, text: str) -> None:
-        self._names.append((kind, ident, text))
-
-    def _write_mark(self, t: ThreadBuffers, kind: str, fields: Mapping[str, Any]) -> None:
-        self._marks.append((t.seq, now(), kind, t.call, t.index, json.dumps(fields)))
-
-    def _flush(self, t: ThreadBuffers, *, reset: bool = True) -> None:
-        """Write a thread's rows; only the owning thread may reset its buffers."""
-        mode = self._mode
-        mode.due = now() + _FLUSH_NS
-        if not mode.recording:
-            t.discard()
-            return
-        if os.getpid() != self._pid:
-            mode.recording = False
-            return
-        with self._lock, silent():
-            try:
-                self._ops_written += t.op_count - t.done[0]  # also if they are lost: the reader counts
-                # rows are counted before the names are taken, so that a row's names are on disk with it
-                counts = t.counts()
-                self._drain("names", self._names)
-                t.write(self._writer, counts, reset=reset)
-                self._drain("leaves", self._leaves)
-                self._drain("marks", self._marks)
-                self._writer.check()
-            except OSError as error:
-                self._disk_failed(error)
-            except Exception as error:
-                self._failed("writing", error)
-                if reset:
-                    t.discard()
-            self._values.prune()
-
-    def _drain(self, table: str, rows: deque[Any]) -> None:
-        taken = [rows.popleft() for _ in range(len(rows))]
-        if taken:
-            self._writer.append(table, list(zip(*taken, strict=True)))
-
-    def _disk_failed(self, error: Exception) -> None:
-        self._mode.recording = False
-        log.warning(
-            "opdrift stopped recording %s: %s. The run goes on; the trace holds what was written before and reads as incomplete.",
-            self.path,
-            getattr(error, "strerror", None) or error,
-        )
-
-    def _watch(self) -> None:
-        """Flush what an idle program left; busy threads flush themselves."""
-        while not self._stop.wait(1.0):
-            if now() <= self._mode.due:
-                continue
-            for t in list(self._threads.values()):
-                if t.pending:
-                    self._flush(t, reset=False)
 
     def _header(self, rank: int | None, world_size: int | None) -> dict[str, Any]:
         seeds = environment.seeds()
@@ -496,6 +495,27 @@ class Recorder:
             "start_unix_ns": time.time_ns(),
             "start_ns": now(),
         }
+
+
+def _check_text(function: str, argument: str, text: object) -> None:
+    if not isinstance(text, str) or not text:
+        raise InvalidOptionError(f"{function}({argument}={text!r}): give a text that is not empty.")
+
+
+def _check_tensor(function: str, tensor: object) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise InvalidOptionError(f"{function}() was given a {type(tensor).__name__}, no tensor.")
+
+
+def _finite(value: Any) -> Any:
+    """Fields of a mark, numbers that JSON has no word for as text."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
 
 
 def _rank() -> tuple[int | None, int | None]:

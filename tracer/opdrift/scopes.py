@@ -16,17 +16,20 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
 import torch.nn.modules.module as torch_modules
 from torch import Tensor
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
-from opdrift.buffers import CALL, CALLS
+from opdrift.buffers import CALL, CALLS, Place
 from opdrift.neutral import hide_from_dynamo
 from opdrift.sources import CALL_IMPL, Sources
 
 if TYPE_CHECKING:
     from opdrift.buffers import ThreadBuffers
+
+current_node: Final[Callable[[], Any]] = torch._C._current_autograd_node
 
 #: Segments that wrappers put into module paths (FSDP, fairscale, torch.compile, checkpointing).
 WRAPPERS: Final = frozenset(
@@ -40,8 +43,11 @@ _WRAPPER_TYPES: Final = frozenset(
         "OptimizedModule",
         "CheckpointWrapper",
         "DistributedDataParallel",
+        "DataParallel",
     }
 )
+#: Wrappers whose segment is a common word, which counts as theirs only where they stand.
+_PARALLEL: Final = frozenset({"DistributedDataParallel", "DataParallel"})
 
 
 def clean(path: str) -> str:
@@ -49,6 +55,27 @@ def clean(path: str) -> str:
     if "_" not in path:
         return path
     return ".".join(part for part in path.split(".") if part not in WRAPPERS)
+
+
+def cleaner(model: Module) -> Callable[[str], str]:
+    """What takes the segments of wrappers out of paths within a model, DDP's `module` too."""
+    parallel = [
+        f"{path}.module" if path else "module"
+        for path, module in model.named_modules()
+        if type(module).__name__ in _PARALLEL
+    ]
+    if not parallel:
+        return clean
+
+    def without(path: str) -> str:
+        for segment in reversed(
+            parallel
+        ):  # the innermost first, while the paths before it are whole
+            if path == segment or path.startswith(f"{segment}."):
+                path = segment.removesuffix("module") + path[len(segment) + 1 :]
+        return clean(path.removesuffix("."))
+
+    return without
 
 
 def unwrapped(module: Module) -> Module:
@@ -79,7 +106,7 @@ class Scopes:
     """Module calls of one recorder, by global forward hooks.
 
     Args:
-        thread: The buffers of the current thread.
+        here: The buffers of the current thread; None for one whose ops are not recorded.
         sources: Where module calls come from.
         write_name: Interns a text.
         flush: Empties a full buffer.
@@ -90,7 +117,7 @@ class Scopes:
 
     def __init__(
         self,
-        thread: Callable[[], ThreadBuffers],
+        here: Callable[[], ThreadBuffers | None],
         sources: Sources,
         *,
         write_name: Callable[[str, int, str], None],
@@ -99,7 +126,7 @@ class Scopes:
         on_root: Callable[[ThreadBuffers, Module, tuple[Any, ...], Mapping[str, Any]], None],
         on_root_done: Callable[[ThreadBuffers, Module, int, Any], None],
     ) -> None:
-        self._thread = thread
+        self._here = here
         self._sources = sources
         self._write_name = write_name
         self._flush = flush
@@ -137,8 +164,9 @@ class Scopes:
 
     def add(self, model: Module, prefix: str = "") -> None:
         """Name a module and all below it; wrappers share the path of what they wrap."""
+        own = cleaner(model)
         named = [
-            (clean(".".join(part for part in (prefix, name) if part)), module)
+            (".".join(part for part in (prefix, own(name)) if part), module)
             for name, module in model.named_modules()
         ]
         # the innermost module of a path gives it its type: it comes last
@@ -191,20 +219,27 @@ class Scopes:
 
     def enter(self, module: Module, args: tuple[Any, ...]) -> None:
         """A module is about to run."""
-        t = self._thread()
-        t.stack.append((t.call, t.source, t.path, t.module))
+        t = self._here()
+        if t is None:
+            return
+        known = self._known.get(id(module))
+        stack = t.stack
+        if stack and (known is None or id(module) == stack[0].holder):
+            self._forget_interrupted(t)
+        stack.append(Place(t.call, t.source, t.path, t.module, id(module)))
         t.modules += 1
         if t.paused:
             return
         try:
-            known = self._known.get(id(module))
             if known is None or known.ref() is not module:
                 known = self._meet(t, module)
             line = self._sources.of_module_call(2, t.source)
             if t.modules == 1:
-                self._on_root(t, module, args, _keyword_arguments())
-            elif known.path == t.path:  # what a wrapper wraps runs in the wrapper's call
-                t.module = known.ref
+                # a module that backward runs again (checkpointing) is part of what it recomputes
+                if current_node() is None:
+                    self._on_root(t, module, args, _keyword_arguments())
+            elif known.path == t.path and known.ref is not t.module:
+                t.module = known.ref  # what a wrapper wraps runs in the wrapper's call
                 return
             t.call = self._open(t, known.id, known.path, module.training, line)
             t.source, t.path, t.module = line, known.path, known.ref
@@ -235,31 +270,52 @@ class Scopes:
 
     def leave(self, module: Module, args: tuple[Any, ...], output: Any) -> None:
         """A module returned or raised."""
-        t = self._thread()
-        if not t.stack:
-            return
+        t = self._here()
+        if t is None or all(place.holder != id(module) for place in t.stack):
+            return  # a hook of the program raised before ours ran
         call = t.call
-        t.call, t.source, t.path, t.module = t.stack.pop()
-        t.modules -= 1
-        if not t.modules and not t.paused:
+        self._return_to(t, id(module))
+        if not t.modules and not t.paused and current_node() is None:
             try:
                 self._on_root_done(t, module, call, output)
             except Exception as error:
                 self._failed("module return", error)
 
+    def _return_to(self, t: ThreadBuffers, holder: int) -> None:
+        """Take places off the stack up to and with the one that `holder` put there."""
+        while True:
+            place = t.stack.pop()
+            t.modules -= place.is_module
+            t.call, t.source, t.path, t.module = place[:4]
+            if place.holder == holder:
+                return
+
+    def _forget_interrupted(self, t: ThreadBuffers) -> None:
+        """Drop calls that ended without our hook: torch does not call it for a KeyboardInterrupt."""
+        running = -1  # this call, which is not on the stack yet
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None:
+            running += frame.f_code is CALL_IMPL
+            frame = frame.f_back
+        while t.modules > max(running, 0):
+            self._return_to(t, t.stack[-1].holder)
+
     @contextmanager
     def scope(self, name: str) -> Iterator[None]:
         """Ops inside run in `name`, below the present scope."""
-        t = self._thread()
-        t.stack.append((t.call, t.source, t.path, t.module))
+        t = self._here()
+        if t is None:
+            yield
+            return
         path = f"{t.path}.{name}" if t.path else name
-        t.call = self._open(t, self._path_id(path, "scope"), path, training=False, line=t.source)
-        t.path = path
+        call = self._open(t, self._path_id(path, "scope"), path, training=False, line=t.source)
+        t.stack.append(Place(t.call, t.source, t.path, t.module, -call))
+        t.call, t.path = call, path
         try:
             yield
         finally:
-            if t.stack:
-                t.call, t.source, t.path, t.module = t.stack.pop()
+            if any(place.holder == -call for place in t.stack):
+                self._return_to(t, -call)
 
 
 hide_from_dynamo(Scopes.enter, Scopes.leave)

@@ -1,0 +1,178 @@
+"""Rows on their way from the threads' buffers to disk."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from time import perf_counter_ns as now
+from typing import TYPE_CHECKING, Any, Final
+
+from opdrift.buffers import ThreadBuffers
+from opdrift.neutral import silent
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from opdrift.tracefile.writer import TraceWriter
+
+log = logging.getLogger("opdrift")
+
+#: A busy thread flushes after this time; an idle one is flushed by the watchdog.
+FLUSH_NS: Final = 900_000_000
+_WATCH_SECONDS: Final = 1.0
+_LAST_THREAD: Final = 255
+
+
+class Spool:
+    """The buffers of all threads of one recording, and what empties them.
+
+    Args:
+        writer: The trace on disk.
+        fingerprint_row: Layout of a fingerprint.
+        failed: Notes a failure of the tracer itself.
+        stopped: Called when nothing can be written any more: the disk is full, or this process was forked.
+    """
+
+    def __init__(
+        self,
+        writer: TraceWriter,
+        fingerprint_row: np.dtype[Any],
+        *,
+        failed: Callable[[str, BaseException], None],
+        stopped: Callable[[], None],
+    ) -> None:
+        self._writer = writer
+        self._fingerprint_row = fingerprint_row
+        self._failed = failed
+        self._stopped = stopped
+        #: called after each flush, under its lock
+        self.after_flush: Callable[[], None] = lambda: None
+        #: whether anything is still written
+        self.writing = True
+        self.ops_written = 0
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._threads: dict[int, ThreadBuffers] = {}
+        self._numbers = itertools.count()
+        self._names: deque[tuple[str, int, str]] = deque()
+        self._leaves: deque[tuple[str, str, str, int, int, int]] = deque()
+        self._marks: deque[tuple[int, int, str, int, int, str]] = deque()
+        self._end = threading.Event()
+        self._watchdog = threading.Thread(target=self._watch, name="opdrift watchdog", daemon=True)
+
+    # ---- what is written ---------------------------------------------------------------------------
+
+    def thread(self) -> ThreadBuffers:
+        """The buffers of the current thread."""
+        ident = threading.get_ident()
+        found = self._threads.get(ident)
+        if found is None:
+            index = min(next(self._numbers), _LAST_THREAD)
+            found = self._threads[ident] = ThreadBuffers(index, self._fingerprint_row)
+        return found
+
+    def name(self, kind: str, ident: int, text: str) -> None:
+        """Write what an id stands for."""
+        self._names.append((kind, ident, text))
+
+    def leaf(self, row: tuple[str, str, str, int, int, int]) -> None:
+        """Write a row of the table `leaves`."""
+        self._leaves.append(row)
+
+    def mark(self, t: ThreadBuffers, kind: str, fields: Mapping[str, Any]) -> None:
+        """Write a mark."""
+        self._marks.append((t.seq, now(), kind, t.call, t.index, json.dumps(fields)))
+
+    # ---- writing it --------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to watch for rows that an idle program left."""
+        self._watchdog.start()
+
+    def stop(self) -> None:
+        """End the watch."""
+        self._end.set()
+
+    def is_ours(self) -> bool:
+        """Whether this is the process that began the trace; the files are not a forked child's."""
+        return os.getpid() == self._pid
+
+    def flush(self, t: ThreadBuffers, *, reset: bool = True) -> None:
+        """Write a thread's rows; only the owning thread may reset its buffers."""
+        t.due = now() + FLUSH_NS
+        if self.writing and not self.is_ours():
+            self._stop_writing()
+        if not self.writing:
+            self._discard(t, reset=reset)
+            return
+        with self._lock, silent():
+            try:
+                # rows are counted before the names are taken, so that a row's names are on disk with it
+                counts = t.counts()
+                # also if they are lost: the reader counts
+                self.ops_written += counts[0] - t.done[0]
+                self._drain("names", self._names)
+                t.write(self._writer, counts, reset=reset)
+                self._drain("leaves", self._leaves)
+                self._drain("marks", self._marks)
+                self._writer.check()
+            except OSError as error:
+                self._disk_failed(error)
+            except Exception as error:
+                self._failed("writing", error)
+                if reset:
+                    t.discard()
+            self.after_flush()
+
+    def finish(self) -> None:
+        """Write what is left of all threads."""
+        self._watchdog.join()
+        for t in list(self._threads.values()):
+            self.flush(t)
+
+    def close(self, footer: Mapping[str, Any]) -> None:
+        """Close the trace; without a footer if it is not whole."""
+        if not self.writing:
+            self._writer.abandon()
+            return
+        try:
+            with silent():
+                self._writer.close(footer)
+        except Exception as error:
+            self._disk_failed(error)
+
+    def _drain(self, table: str, rows: deque[Any]) -> None:
+        taken = [rows.popleft() for _ in range(len(rows))]
+        if taken:
+            self._writer.append(table, list(zip(*taken, strict=True)))
+
+    def _discard(self, t: ThreadBuffers, *, reset: bool) -> None:
+        for rows in (self._names, self._leaves, self._marks):
+            rows.clear()
+        if reset:
+            t.discard()
+
+    def _disk_failed(self, error: Exception) -> None:
+        self._stop_writing()
+        log.warning(
+            "opdrift stopped recording %s: %s. The run goes on; the trace holds what was written before and reads as incomplete.",
+            self._writer.folder,
+            getattr(error, "strerror", None) or error,
+        )
+
+    def _stop_writing(self) -> None:
+        self.writing = False
+        self._stopped()
+
+    def _watch(self) -> None:
+        """Flush what idle threads left; busy threads flush themselves."""
+        while not self._end.wait(_WATCH_SECONDS):
+            for t in list(self._threads.values()):
+                waiting = t.pending or self._marks or self._leaves
+                if waiting and now() > t.due:
+                    self.flush(t, reset=False)
