@@ -14,8 +14,10 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
@@ -171,9 +173,12 @@ def variables() -> dict[str, str]:
 
 def versions() -> dict[str, str]:
     """Versions of Python, opdrift, torch and what torch was built with, and of imported libraries."""
-    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
-    for name in ("opdrift", "numpy"):
-        found[name] = _distribution_version(name)
+    found = {
+        "python": platform.python_version(),
+        "opdrift": _distribution_version("opdrift"),
+        "torch": str(torch.__version__),
+        "numpy": np.__version__,
+    }
     built = {"cuda": torch.version.cuda, "hip": torch.version.hip}
     built["cudnn"] = _read(torch.backends.cudnn.version) if torch.version.cuda else None
     found |= {name: str(version) for name, version in built.items() if version is not None}
@@ -306,6 +311,7 @@ def _json(value: object) -> Any:
     return str(value).removeprefix("torch.")
 
 
+@cache
 def _distribution_version(name: str) -> str:
     try:
         return importlib.metadata.version(name)
