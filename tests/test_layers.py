@@ -25,12 +25,12 @@ LAYERS: tuple[tuple[int, str, str], ...] = (
     (
         2,
         RECORDING,
-        "buffers environment fingerprint imports memory neutral plans randomness scopes sources spool storages values",
+        "batches buffers environment fingerprint imports memory neutral plans randomness scopes sources spool storages values",
     ),
     (3, RECORDING, "mode naming options recorder"),
     (2, READING, "align contents tokens"),
     (3, READING, "bounds case compare flow leaves pairs picks provenance settings sinks"),
-    (4, READING, "causes findings origins sizes"),
+    (4, READING, "causes findings origins receivers sizes"),
     (5, READING, "diagnose"),
     (6, READING, "render testing"),
     (7, READING, "__main__ commands"),
@@ -38,8 +38,8 @@ LAYERS: tuple[tuple[int, str, str], ...] = (
 )
 #: Third-party libraries that opdrift itself may import; others belong into integrations.
 LIBRARIES = {"numpy", "pyarrow", "rich", "rich_argparse"}
-#: What only the recording half may import; typing_extensions comes with torch, whose frames go through it.
-RECORDING_LIBRARIES = {"torch", "typing_extensions"}
+#: What only the recording half may import: triton and typing_extensions come with torch.
+RECORDING_LIBRARIES = {"torch", "triton", "typing_extensions"}
 
 
 @dataclass(frozen=True)
