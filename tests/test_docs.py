@@ -203,3 +203,18 @@ def test_the_readmes_example_prints_what_it_says(tmp_path: Path):
     )
 
     assert done.stdout.strip() == example.rstrip().rpartition("  # ")[2]
+
+
+def test_the_test_that_contributing_shows_passes():
+    test = code_blocks(ROOT / "CONTRIBUTING.md", "python")[1]
+    setting = (
+        "import opdrift\nfrom opdrift.records import Sides\nfrom opdrift.testing import trace\n"
+    )
+    name = re.findall(r"def (test_\w+)", test)[0]
+
+    subprocess.run(
+        [sys.executable, "-c", f"{setting}{test}\n{name}()"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
