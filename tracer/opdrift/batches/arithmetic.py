@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from opdrift.batches.calls import Call, Operand, Placed, Shape, aligned, dim_of, line_up, moved
+from opdrift.batches.calls import (
+    COUNT,
+    Call,
+    Operand,
+    Placed,
+    Shape,
+    aligned,
+    dim_of,
+    line_up,
+    moved,
+)
 from opdrift.tracefile.axes import BATCH, LENGTH_UNKNOWN, MIXED, UNKNOWN, Position
 
 # ---- element by element ------------------------------------------------------------------------------
@@ -20,7 +30,15 @@ def pointwise(call: Call, k: int) -> Placed:
         for operand in operands:
             if operand.ndim <= len(shape):
                 line_up(call, operand, shape, found)
-    return Placed(tuple(found))
+    return Placed((*found, *_still_counts(call)))
+
+
+def _still_counts(call: Call) -> list[Position]:
+    """`arange(n) + 0`, as caches without an offset compute it, counts as before."""
+    first = next(call.operands, None)
+    if first is None or first.counts is None or call.name != "add" or call.args[1] != 0:
+        return []
+    return [Position(first.counts, 1, first.shape[first.counts], 1, COUNT)]
 
 
 def like_first(call: Call, k: int) -> Placed:
@@ -50,16 +68,21 @@ def along(name: str, default: int = -1) -> Callable[[Call, int], Placed]:
 
 
 def ordered(call: Call, k: int) -> Placed:
-    """Sorting: as `along`, but items move along the dim, so a padded length is lost there; also top-k."""
+    """Sorting and top-k: items move along the dim, so what lies there is lost."""
     first = next(call.operands)
     dim = dim_of(call.value("dim", -1), first.ndim)
-    kept = tuple(
-        p
-        for p in first.positions
-        if p.dim != dim or (p.axis == BATCH and call.outputs[k] == first.shape)
-    )
-    lost = LENGTH_UNKNOWN if any(p.dim == dim for p in first.lengths) else 0
-    return Placed(kept, _mixes(first, [dim]) | lost)
+    kept = tuple(p for p in first.positions if p.dim != dim)
+    return Placed(kept, lost_along(first, [dim]))
+
+
+def lost_along(operand: Operand, dims: Iterable[int]) -> int:
+    """Flags for what an operand carries in dims whose items cannot be followed."""
+    dims = set(dims)
+    found = 0
+    for p in operand.positions:
+        if p.dim in dims:
+            found |= UNKNOWN if p.axis == BATCH else LENGTH_UNKNOWN
+    return found
 
 
 def _mixes(operand: Operand, dims: Iterable[int]) -> int:

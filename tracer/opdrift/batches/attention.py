@@ -37,7 +37,7 @@ def attention(rows: int, features: int = -1) -> Callable[[Call, int], Placed]:
             found += [p for p in value.positions if p.dim == value.ndim + features]
         else:
             found = [p for p in found if p.dim < len(shape) and _same(p, shape)]
-        return Placed(tuple(found), mixed)
+        return Placed(tuple(found), mixed, (q.index,))
 
     return rule
 

@@ -17,21 +17,31 @@ from opdrift.tracefile.axes import (
     fits,
 )
 
-#: Only while recording: the elements are 0, 1, ... of the batch, so indexing with it keeps the samples in place.
-COUNTS: Final = 128
+COUNT: Final = -1
+"""The axis of what `arange` made: its items are 0, 1, ..., so indexing with all of them moves nothing."""
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """A tensor argument: where the axes lie in it, and flags as in the table `axes`."""
+    """A tensor argument.
+
+    Attributes:
+        index: Which of the tensors of the call it is.
+        shape: Its shape.
+        positions: Where the batch and padded lengths lie in it.
+        flags: As in the table `axes`.
+        boolean: It is a mask where it is used as an index.
+        counts: Along which dim its items are 0, 1, ..., all others being of size 1 or expanded.
+    """
 
     index: int
     shape: Shape
     positions: tuple[Position, ...] = ()
     flags: int = 0
     boolean: bool = False
+    counts: int | None = None
 
     @property
     def ndim(self) -> int:
@@ -50,10 +60,15 @@ class Operand:
 
 
 class Placed(NamedTuple):
-    """Where the axes lie in an output."""
+    """Where the axes lie in an output.
+
+    `laid_out_by` says which operands the output's dims come from, all if None: padding that could not be
+    followed in another one (a mask that is summed away) is not in it.
+    """
 
     positions: tuple[Position, ...] = ()
     flags: int = 0
+    laid_out_by: tuple[int, ...] | None = None
 
 
 class Learned(NamedTuple):
@@ -134,13 +149,15 @@ def settle(call: Call, k: int, placed: Placed) -> Placed:
     kept, clash = _without_clashes(kept)
     flags |= clash
     for operand in call.operands:
-        flags |= operand.flags & (MIXED | UNKNOWN | UNSURE | LENGTH_UNKNOWN)
+        flags |= operand.flags & (MIXED | UNKNOWN | UNSURE)
+        if placed.laid_out_by is None or operand.index in placed.laid_out_by:
+            flags |= operand.flags & LENGTH_UNKNOWN
     batch = sum(p.axis == BATCH for p in kept)
     if batch > 1:
         flags |= MIXED
     if batch and flags & UNKNOWN:
         flags = flags & ~UNKNOWN | UNSURE
-    if batch < len(kept):
+    if any(p.axis > BATCH for p in kept) or all(n == 1 for n in call.outputs[k]):
         flags &= ~LENGTH_UNKNOWN
     return Placed(tuple(kept), flags)
 
@@ -149,8 +166,8 @@ def _without_clashes(positions: list[Position]) -> tuple[list[Position], int]:
     """Drop padded axes of which two with other extents lie in the same place."""
     places: dict[tuple[int, ...], int] = {}
     for position in positions:
-        places[position[:4]] = places.get(position[:4], 0) + (position.axis != BATCH)
-    kept = [p for p in positions if p.axis == BATCH or places[p[:4]] == 1]
+        places[position[:4]] = places.get(position[:4], 0) + (position.axis > BATCH)
+    kept = [p for p in positions if p.axis <= BATCH or places[p[:4]] == 1]
     return kept, LENGTH_UNKNOWN if len(kept) < len(positions) else 0
 
 
@@ -181,14 +198,13 @@ def line_up(call: Call, operand: Operand, shape: Shape, positions: Iterable[Posi
     draw of random numbers, in which nothing could be followed.
     """
     shift = len(shape) - operand.ndim
-    axes = {p.axis == BATCH for p in operand.positions}
-    unknown = [
+    padded = {p.dim for p in operand.lengths}
+    found = [
         moved(p, p.dim - shift)
-        for p in positions
-        if (p.axis == BATCH) not in axes
-        and p.dim >= shift
-        and operand.shape[p.dim - shift] == shape[p.dim]
+        for p in dict.fromkeys(positions)
+        if p.dim >= shift and operand.shape[p.dim - shift] == shape[p.dim]
     ]
-    batch = [p for p in unknown if p.axis == BATCH]
-    if unknown and len(batch) < 2:
-        call.learned.append(Learned(operand.index, (*operand.positions, *dict.fromkeys(unknown))))
+    batch = [p for p in found if p.axis == BATCH and not operand.batch]
+    lengths = [p for p in found if p.axis != BATCH and p.dim not in padded]
+    if (batch or lengths) and len(batch) < 2:
+        call.learned.append(Learned(operand.index, (*operand.positions, *batch, *lengths)))

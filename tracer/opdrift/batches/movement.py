@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 
 from opdrift.batches.calls import (
-    COUNTS,
     Call,
     Operand,
     Placed,
@@ -216,7 +215,7 @@ def index_select(call: Call, k: int) -> Placed:
     """One dim is replaced by that of the index."""
     first, index = list(call.operands)[:2]
     dim = dim_of(call.value("dim"), first.ndim)
-    if index.flags & COUNTS and any(p.dim == dim for p in first.batch):
+    if is_identity(index, first.shape[dim]):
         return Placed(first.positions)
     rest = _without_dim(first, dim)
     return Placed((*rest.positions, *(moved(p, dim) for p in index.positions)), rest.flags)
@@ -282,18 +281,19 @@ def index(call: Call, k: int) -> Placed:
             before = sum(d < p.dim for d in at)
             shift = len(shape) if not together or p.dim > start else 0
             found.append(moved(p, p.dim - before + shift))
+        elif is_identity(each := indices[p.dim], first.shape[p.dim]):
+            found.append(moved(p, start + len(shape) - each.ndim + (each.counts or 0)))
         elif p.axis != BATCH:
             # x[:, [0, 5]] reads at given places, x[ids] wherever the ids say: as gather
             flags |= 0 if indices[p.dim].positions else LENGTH_UNKNOWN
-        elif p.outer == p.inner == 1 and indices[p.dim].flags & COUNTS:
-            found += [
-                Position(start + d + len(shape) - indices[p.dim].ndim, 1, n, 1)
-                for d, n in enumerate(indices[p.dim].shape)
-                if n == p.size
-            ]
         else:
             flags |= UNKNOWN
     return Placed(tuple(found), flags)
+
+
+def is_identity(index: Operand, size: int) -> bool:
+    """Whether an index is 0, 1, ... for all of a dim, so that its items stay where they are."""
+    return index.counts is not None and index.shape[index.counts] == size
 
 
 def _broadcast(shapes: Sequence[Shape]) -> Shape:
@@ -310,35 +310,44 @@ def _masked(call: Call) -> Placed:
 
 
 def index_put(call: Call, k: int) -> Placed:
-    """x[a, :, b] = values: keeps the dims of x, and takes on what the values carry in those not indexed."""
+    """x[a, :, b] = values: keeps the dims of x, and takes on what indices and values carry."""
     first = next(call.operands)
     indices, values = call.args[1], call.args[2]
     at = [d for d, each in enumerate(indices) if each is not None]
     if any(indices[d].boolean for d in at):
-        return Placed(first.positions, UNKNOWN if values.batch else 0)
+        return _put_where(first, indices, values)
     shape = _broadcast([indices[d].shape for d in at])
     start = at[0] if at == list(range(at[0], at[-1] + 1)) else 0
     rest = [d for d in range(first.ndim) if d not in at]
-    # which dim of x each dim of x[a, :, b] is; None for those of the indices
+    # which dim of x each dim of x[a, :, b] is; None for those of the indices that pick
     dims: list[int | None] = [*rest[:start], *([None] * len(shape)), *rest[start:]]
-    in_place = [d for d in at if indices[d].flags & COUNTS and first.shape[d] == _count(indices[d])]
-    found, flags = list(first.positions), 0
-    for p in values.positions:
-        at_dim = p.dim + len(dims) - values.ndim
-        dim = dims[at_dim]
-        if dim is not None and values.shape[p.dim] == first.shape[dim]:
-            found.append(moved(p, dim))
-        elif p.axis == BATCH and in_place and p.outer == p.inner == 1:
-            found.append(moved(p, in_place[0]))
-        elif p.axis == BATCH:
-            flags |= UNKNOWN
-    if any(p.dim in at and p.dim not in in_place for p in first.batch):
-        flags |= UNKNOWN
-    return Placed(tuple(found), flags)
+    in_place = set()
+    for d in at:
+        if is_identity(indices[d], first.shape[d]):
+            dims[start + len(shape) - indices[d].ndim + (indices[d].counts or 0)] = d
+            in_place.add(d)
+    moves = any(p.dim in at and p.dim not in in_place for p in first.batch)
+    found = list(first.positions)
+    for operand, ndim in ((values, len(dims)), *((indices[d], start + len(shape)) for d in at)):
+        for p in operand.positions:
+            dim = dims[p.dim + ndim - operand.ndim]
+            if dim is not None and operand.shape[p.dim] == first.shape[dim]:
+                found.append(moved(p, dim))
+            else:
+                moves = moves or p.axis == BATCH
+    return Placed(tuple(found), UNKNOWN if moves else 0)
 
 
-def _count(operand: Operand) -> int:
-    return math.prod(operand.shape)
+def _put_where(first: Operand, indices: Sequence[Operand | None], values: Operand) -> Placed:
+    """Written where masks of some dims say; the values come in the order in which they are found."""
+    found, dim, moves = list(first.positions), 0, bool(values.batch)
+    for each in indices:
+        if each is not None and each.boolean:
+            found += [moved(p, p.dim + dim) for p in each.positions]
+        elif each is not None:
+            moves = moves or bool(each.batch)
+        dim += each.ndim if each is not None and each.boolean else 1
+    return Placed(tuple(found), UNKNOWN if moves else 0)
 
 
 def scattered_elsewhere(call: Call, k: int) -> Placed:

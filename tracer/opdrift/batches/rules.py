@@ -42,7 +42,7 @@ _ROWS: Final[tuple[tuple[Rule, str], ...]] = (
     # element by element, where torch's own tag does not say so
     (
         a.pointwise,
-        "copy where masked_fill clip square type_as true_divide threshold_backward hardtanh hardtanh_backward"
+        "copy where masked_fill clip square true_divide floor_divide threshold_backward hardtanh hardtanh_backward"
         " gelu_backward silu_backward sigmoid_backward tanh_backward leaky_relu_backward elu_backward softplus_backward"
         " native_dropout_backward bucketize log_sigmoid_forward log_sigmoid_backward prelu rrelu_with_noise isclose"
         " mish_backward hardswish hardswish_backward hardsigmoid_backward logit_backward polar complex fake_quantize"
@@ -50,7 +50,7 @@ _ROWS: Final[tuple[tuple[Rule, str], ...]] = (
     ),
     (
         a.like_first,
-        "_to_copy to contiguous lift_fresh detach alias native_dropout dropout feature_dropout tril triu uniform exponential"
+        "_to_copy to type_as isin contiguous lift_fresh detach alias native_dropout dropout feature_dropout tril triu uniform exponential"
         " random geometric cauchy log_normal expand_as _conj_physical dequantize nan_to_num channel_shuffle"
         " quantize_per_tensor _nested_tensor_from_mask cumulative_trapezoid",
     ),
@@ -91,7 +91,7 @@ _ROWS: Final[tuple[tuple[Rule, str], ...]] = (
     (a.matmul, "matmul"),
     (
         a.linear,
-        "linear mkldnn_linear _mkl_linear _weight_int8pack_mm _weight_int4pack_mm _weight_int4pack_mm_for_cpu",
+        "linear mkldnn_linear _mkl_linear _weight_int8pack_mm _weight_int4pack_mm _weight_int4pack_mm_for_cpu _grouped_mm",
     ),
     (a.einsum, "einsum"),
     (a.distances, "_cdist_forward cdist _euclidean_dist"),
@@ -153,7 +153,7 @@ _ROWS: Final[tuple[tuple[Rule, str], ...]] = (
     (m.cat, "cat concat concatenate"),
     (m.stack, "stack"),
     (m.split, "unsafe_split unsafe_chunk unsafe_split_with_sizes"),
-    (m.reshaped, "_unsafe_view view reshape _reshape_alias flatten unflatten"),
+    (m.reshaped, "_unsafe_view view reshape reshape_as _reshape_alias flatten unflatten ravel"),
     (m.repeated, "repeat"),
     (m.flipped, "flip"),
     (m.rolled, "roll"),
@@ -193,6 +193,10 @@ _ROWS: Final[tuple[tuple[Rule, str], ...]] = (
 _BY_NAME: Final[Mapping[str, Rule]] = {
     name: rule for rule, names in _ROWS for name in names.split()
 }
+#: Views that copy where they must; under inference_mode they are seen whole.
+_VIEWS_OR_COPIES: Final = frozenset(
+    ["reshape", "reshape_as", "flatten", "unflatten", "ravel", "contiguous", "to", "type_as"]
+)
 #: These change what a tensor object shows of its storage, not the storage.
 _RELABELLING: Final = frozenset(
     [
@@ -220,7 +224,7 @@ def rule_for(func: Any) -> Rule | None:
     if not isinstance(func, OpOverload):
         return guess
     name = base_name(func)
-    if func.is_view or name in _RELABELLING:
+    if (func.is_view and name not in _VIEWS_OR_COPIES) or name in _RELABELLING:
         return None
     found = _BY_NAME.get(plain_name(name))
     if found is not None and not _is_elementwise_overload(func, found):

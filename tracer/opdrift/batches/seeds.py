@@ -73,7 +73,7 @@ def _batch_dim(given: Input, size: int, *, first: bool) -> tuple[int | None, str
         return None, None
     second = len(shape) > 1 and shape[1] == size
     if shape[0] == size:
-        if second and not first and given.kind != "integer":
+        if second and not first and given.kind != "integer" and len(shape) < 4:
             return None, (
                 f"{given.name} has two leading dims of {size}: a mask of {size} positions and a state of"
                 f" {size} layers look the same as a batch"

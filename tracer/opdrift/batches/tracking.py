@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from opdrift.batches.calls import COUNTS, Call, Operand, Placed, Rule, settle
+from opdrift.batches.calls import COUNT, Call, Operand, Placed, Rule, settle
 from opdrift.batches.lengths import Lengths
 from opdrift.batches.rows import FULL_BYTES, SampleRows
 from opdrift.batches.rules import base_name, plain_name, rule_for
@@ -73,6 +73,7 @@ class Batches:
         value_of: The id of a tensor's present value; 0 if it has none.
         write_extents: Called with the number and extents of each padded axis.
         write_mark: Called with the fields of a mark that says where the batch was found.
+        failed: Notes that a rule failed; what the op made is unknown then.
     """
 
     def __init__(
@@ -84,11 +85,13 @@ class Batches:
         value_of: Callable[[Tensor], int],
         write_extents: Callable[[int, Extents], None],
         write_mark: Callable[[Mapping[str, Any]], None],
+        failed: Callable[[str, BaseException], None],
     ) -> None:
         self._batch = batch
         self._key = f"{key}_batch"
         self._value_of = value_of
         self._write_mark = write_mark
+        self._failed = failed
         self._lengths = Lengths(write_extents)
         self._rows = SampleRows(engine, batch.size, self._lengths)
         self._rules: dict[int, Rule | None] = {}
@@ -118,7 +121,7 @@ class Batches:
         told: dict[str, Any] = {}
         for given, (name, tensor), seed in zip(inputs, tensors, seeds, strict=True):
             track = self._track_of(tensor)
-            if track is not None and (track.steps or track.flags & ~COUNTS):
+            if track is not None and _carries(track):
                 continue
             positions = [] if seed.batch is None else [self._position(given, seed.batch, BATCH)]
             axis = self._length_axis()
@@ -175,14 +178,19 @@ class Batches:
         operands = [*_tensors(given[0]), *_tensors(given[1].values())]
         tracks = tuple(map(self._track_of, operands))
         if not any(tracks):
-            if not operands and self._counts(plan, args):
-                self._put(out, Track((), COUNTS))
+            if not operands and _is_count(plan, args):
+                self._put(out, Track((Step(out.element_size(), len(out), COUNT),)))
             return
         outputs = _outputs(plan, args, kwargs, out)
         layouts = tuple((o.shape, o.stride()) for o in outputs)
         decision = self._decisions.get((signature, tracks))
         if decision is None or decision.layouts != layouts:
-            decision = self._decide(plan, rule, given, operands, tracks, outputs, layouts)  # type: ignore[arg-type]
+            try:
+                decision = self._decide(plan, rule, given, operands, tracks, outputs, layouts)  # type: ignore[arg-type]
+            except Exception as error:
+                self._failed(f"the batch of {plan.name}", error)
+                unknown = Track((), UNKNOWN | LENGTH_UNKNOWN)
+                decision = Decision(layouts, (unknown,) * len(outputs), ())
             if len(self._decisions) >= _MAX_DECISIONS:
                 self._decisions.clear()
             self._decisions[signature, tracks] = decision
@@ -226,7 +234,9 @@ class Batches:
         if track is None:
             return Operand(index, shape, boolean=boolean)
         positions, flags = self._located(track, tensor)
-        return Operand(index, shape, positions, 0 if ignored else flags, boolean)
+        counts = next((p.dim for p in positions if p.axis == COUNT), None)
+        followed = tuple(p for p in positions if p.axis != COUNT)
+        return Operand(index, shape, followed, 0 if ignored else flags, boolean, counts)
 
     def _apply(
         self,
@@ -265,15 +275,15 @@ class Batches:
         self._learned[value] = None
         track = self._track_of(tensor)
         _, flags = (positions, 0) if track is None else self._located(track, tensor)
-        self._rows.add(tensor, value, positions, flags & ~UNKNOWN, alone=True)
+        self._rows.add(tensor, value, positions, flags & ~(UNKNOWN | LENGTH_UNKNOWN), alone=True)
 
     def record(self, tensor: Tensor, value: int) -> None:
         """Record the samples of a value whose fingerprint is being taken."""
         track = self._track_of(tensor) if self._active else None
-        if track is None or not (track.steps or track.flags & ~COUNTS):
+        if track is None or not _carries(track):
             return
         positions, flags = self._located(track, tensor)
-        self._rows.add(tensor, value, positions, flags & ~COUNTS, alone=False)
+        self._rows.add(tensor, value, positions, flags, alone=False)
 
     # ---- tracks ----------------------------------------------------------------------------------------
 
@@ -311,12 +321,18 @@ class Batches:
             found = self._places[key] = locate_all(track, tuple(tensor.shape), strides)
         return found
 
-    def _counts(self, plan: Plan, args: Sequence[Any]) -> bool:
-        """Whether an op made 0, 1, ... up to the size of the batch."""
-        if not plan.name.startswith("aten.arange."):
-            return False
-        start, end, step = (0, args[0], 1) if len(args) == 1 else (*args[:3], 1)[:3]
-        return bool(start == 0 and end == self._batch.size and step == 1)
+
+def _carries(track: Track) -> bool:
+    """Whether a track tells of the batch or of a padded length."""
+    return bool(track.flags) or any(step.axis != COUNT for step in track.steps)
+
+
+def _is_count(plan: Plan, args: Sequence[Any]) -> bool:
+    """Whether an op made 0, 1, ..."""
+    if not plan.name.startswith("aten.arange."):
+        return False
+    start, _, step = (0, args[0], 1) if len(args) == 1 else (*args[:3], 1)[:3]
+    return bool(start == 0 and step == 1)
 
 
 def locate_all(
@@ -329,8 +345,8 @@ def locate_all(
     batch = [p for step, p in found if step.axis == BATCH]
     if batch and not any(isinstance(p, Position) for p in batch):
         flags |= UNKNOWN
-    cut = any(step.axis != BATCH and p is Missing.CUT for step, p in found)
-    if cut and not any(p.axis != BATCH for p in positions):
+    cut = any(step.axis > BATCH and p is Missing.CUT for step, p in found)
+    if cut and not any(p.axis > BATCH for p in positions):
         flags |= LENGTH_UNKNOWN
     return positions, flags
 
