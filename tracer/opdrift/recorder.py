@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("opdrift")
 
 _MAX_FAILURES: Final = 100
+_MAX_LOGGED: Final = 5
 _LEAF_KINDS: Final = ("parameter", "buffer", "input", "constant")
 
 
@@ -460,17 +461,19 @@ class Recorder:
             self._failed(where, error)
 
     def _failed(self, where: str, error: BaseException) -> None:
-        """Note a failure of the tracer; it is logged once a place."""
+        """Note a failure of the tracer; the first few places are logged, once each."""
         key = (where, repr(error)[:500])
         count = self._failures.get(key, 0)
         if count or len(self._failures) < _MAX_FAILURES:
             self._failures[key] = count + 1
-        if not count:
-            log.warning(
-                "opdrift could not record everything at %s: %r. The run is not affected; please report this.",
-                where,
-                error,
-            )
+        if count or len(self._failures) > _MAX_LOGGED:
+            return
+        log.warning(
+            "opdrift could not record everything at %s: %r. The run is not affected; please report this.%s",
+            where,
+            error,
+            " Further failures are only noted in the trace." * (len(self._failures) == _MAX_LOGGED),
+        )
 
     def _header(self, rank: int | None, world_size: int | None) -> dict[str, Any]:
         seeds = environment.seeds()

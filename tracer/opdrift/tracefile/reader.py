@@ -529,6 +529,12 @@ def _load(folder: Path, rank: int | None) -> Trace:
     }
     footer, trouble = _footer(folder)
     incomplete = damage or trouble
+    if incomplete is None and footer is not None and footer.failures:
+        first = footer.failures[0]
+        incomplete = (
+            f"opdrift itself failed at {len(footer.failures)} places while recording,"
+            f" first at {first['where']} ({first['error']})"
+        )
     if incomplete is None and footer is not None and footer.ops != tables["ops"].num_rows:
         incomplete = f"the footer counts {footer.ops} ops, the table holds {tables['ops'].num_rows}"
     if incomplete is not None:
