@@ -8,17 +8,12 @@ from typing import Final
 
 import numpy as np
 
-from opdrift.bounds import Bound, explained, gain_limit
+from opdrift.bounds import Bound, explained
 from opdrift.case import Case, Side
 from opdrift.compare import Difference, difference
 from opdrift.origins.kinds import draws
 from opdrift.origins.model import Origin
-from opdrift.records import Amplifier, Sides
-from opdrift.settings import describe
-from opdrift.tracefile.reader import Ints
 
-#: Receivers whose sizes are looked at one by one; with more, an even choice of them.
-_RECEIVERS: Final = 1_500
 #: Ops of a region whose bounds are added up.
 _REGION: Final = 500
 _WHOLE_NUMBERS: Final = ("int", "uint", "bool")
@@ -260,114 +255,3 @@ _ROUNDOFF: Final = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 NARROW: Final = frozenset(
     ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"]
 )
-
-
-# ---- receivers -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Received:
-    """Sizes at one receiver.
-
-    Attributes:
-        row: Row of the pair.
-        before: The largest relative difference among its inputs.
-        after: That of its output.
-    """
-
-    row: int
-    before: float | None
-    after: float | None
-
-
-def receivers(case: Case, rows: Ints) -> tuple[list[Received], list[Amplifier], list[Received]]:
-    """Sizes along the run, amplifiers, and receivers whose inputs do not explain their output."""
-    step = max(1, -(-len(rows) // _RECEIVERS))
-    chosen = rows[::step]
-    inputs, outputs = case.compared.inputs, case.compared.outputs
-    order_in, order_out = (np.argsort(s.pair, kind="stable") for s in (inputs, outputs))
-    sorted_in, sorted_out = inputs.pair[order_in], outputs.pair[order_out]
-    memo: dict[tuple[int, int], float | None] = {}
-
-    def relative(left: int, right: int) -> float | None:
-        key = left, right
-        if key not in memo:
-            found = measure(case, left, right)
-            memo[key] = None if found is None or not found.comparable else found.relative
-        return memo[key]
-
-    sizes: list[Received] = []
-    amplifiers: list[Amplifier] = []
-    unexplained: list[Received] = []
-    for row in chosen.tolist():
-        a, b = np.searchsorted(sorted_out, [row, row + 1])
-        after = _largest(
-            relative(int(outputs.left[k]), int(outputs.right[k])) for k in order_out[a:b]
-        )
-        a, b = np.searchsorted(sorted_in, [row, row + 1])
-        before = _largest(
-            relative(int(inputs.left[k]), int(inputs.right[k]))
-            for k in order_in[a:b]
-            if case.compared.input_differs[k]
-        )
-        received = Received(row, before, after)
-        sizes.append(received)
-        if before is None or after is None or not 0 < before < math.inf or after <= 4 * before:
-            continue
-        found, alarming = _amplifier(case, received, before, after)
-        if found is not None:
-            amplifiers.append(found)
-        if alarming:
-            unexplained.append(received)
-    return sizes, amplifiers, unexplained
-
-
-def _largest(values: object) -> float | None:
-    found = [v for v in values if v is not None]  # type: ignore[attr-defined]
-    return max(found, default=None)
-
-
-def _amplifier(
-    case: Case, received: Received, before: float, after: float
-) -> tuple[Amplifier | None, bool]:
-    """Rule of notes diagnosis 2: beyond min(formula, cap) it amplifies, beyond the formula it is unexplained."""
-    i, j = int(case.pairing.left[received.row]), int(case.pairing.right[received.row])
-    view = case.left.views[i]
-    bound, gain = explained(view, 0), gain_limit(view, 0)
-    local = bound.loose if math.isfinite(bound.loose) else math.inf
-    if after <= min(gain.formula, gain.cap) * before + local:
-        return None, False
-    amplifier = Amplifier(
-        op=case.left.name(i),
-        module=case.left.module(i),
-        seq=Sides(case.left.seq(i), case.right.seq(j)),
-        input_difference=before,
-        output_difference=after,
-        gain=after / before,
-    )
-    known = all(
-        status != 0
-        for status in case.compared.inputs.status[case.compared.inputs.pair == received.row]
-    )
-    beyond = after > gain.formula * before + local
-    return amplifier, beyond and known and not gain.discrete and not bound.cannot_judge
-
-
-def tensor(side: Side, value: int | None) -> str | None:
-    """Type and shape of a value in words."""
-    return None if value is None else str(side.trace.meta(value))
-
-
-__all__ = [
-    "NARROW",
-    "Received",
-    "Size",
-    "Tolerance",
-    "describe",
-    "measure",
-    "receivers",
-    "same_kernel",
-    "size_of",
-    "tensor",
-    "threads",
-]

@@ -54,7 +54,9 @@ def mask(e: Evidence) -> Cause | None:
         (name, side, i) for number, (name, side, _) in enumerate(e.sides) for i in e.ops_of(number)
     ]
     masking = [(name, side, i) for name, side, i in ops if base(side.name(i)) in _MASKING_OPS]
-    built = e.origin.story == "factory" and (masking or _reads_mask(e))
+    built = e.origin.story == "factory" and bool(masking or _reads_mask(e))
+    # tril and triu make masks: with another diagonal they make another one
+    built = built or (e.origin.story == "op" and bool(e.origin.settings) and _makes_mask(e))
     only_one = e.origin.story == "region" and masking and len({name for name, _, _ in masking}) == 1
     only_one = only_one and all(_is_mask_op(side.name(i)) for _, side, i in ops)
     if not settings and not built and not only_one:
@@ -150,6 +152,15 @@ def _made_here(e: Evidence) -> str | None:
     if e.origin.story != "factory" or not e.origin.region.left:
         return None
     return e.case.left.name(e.origin.region.left[0])
+
+
+def _makes_mask(e: Evidence) -> bool:
+    """Whether the op of the origin makes a mask: tril or triu of truth values, or of one constant."""
+    found = e.any_op
+    if found is None or base(found[1].name(found[2])).rstrip("_") not in ("tril", "triu"):
+        return False
+    print_ = found[1].nearest_fingerprint(int(found[1].trace.ops.inputs[found[2]][0]))
+    return print_ is not None and (print_.min == print_.max or print_.nonfinite == print_.n)
 
 
 def _reads_mask(e: Evidence) -> bool:

@@ -8,6 +8,7 @@ from typing import Final
 from opdrift.case import Side
 from opdrift.causes.evidence import Evidence, cause, number, scope, some
 from opdrift.compare import describe
+from opdrift.flow import maker
 from opdrift.records import READ_UNINITIALISED, Cause
 from opdrift.sizes import measure
 from opdrift.tracefile.reader import Fingerprint
@@ -159,6 +160,8 @@ def _written(e: Evidence) -> Cause | None:
         return None
     name, side, writer = found
     number_ = 0 if name == "left" else 1
+    if _is_part_of_more(e, number_, writer):
+        return None
     reader = (e.consumer().left, e.consumer().right)[number_]
     leaf = e.origin.leaf.left or e.origin.leaf.right
     evidence = [
@@ -176,6 +179,16 @@ def _written(e: Evidence) -> Cause | None:
         "Use the op that returns a new tensor (x = x.add(y) instead of x.add_(y), x = x * y instead of x *= y), or"
         " clone() the tensor first.",
     )
+
+
+def _is_part_of_more(e: Evidence, number_: int, writer: int) -> bool:
+    """Whether the write is the end of a stretch that only this run has: then the stretch is the cause."""
+    side = (e.case.left, e.case.right)[number_]
+    partner = (e.case.pairing.right_of, e.case.pairing.left_of)[number_]
+    if partner[writer] >= 0:
+        return False
+    makers = [maker(side.contents, v) for v in side.trace.ops.inputs[writer].tolist()]
+    return any(op >= 0 and partner[op] < 0 for op in makers)
 
 
 def _partner(e: Evidence, number_: int, writer: int) -> str:

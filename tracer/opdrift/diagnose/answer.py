@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 
@@ -17,17 +18,21 @@ from opdrift.diagnose.surroundings import environment_of, notes_of, summary_of, 
 from opdrift.errors import IncomparableTracesError
 from opdrift.origins.model import Origin
 from opdrift.origins.search import Found, find_origins
+from opdrift.receivers import Received, amplifier, receive
 from opdrift.records import (
     Alignment,
     Cause,
+    Confidence,
     Diagnosis,
     Divergence,
     EnvironmentDifference,
     Sides,
     Verdict,
 )
-from opdrift.sizes import Received, Size, Tolerance, measure, receivers, size_of
+from opdrift.sizes import Size, Tolerance, measure, size_of
 from opdrift.tracefile.reader import Trace
+
+_CONFIDENCES: Final[tuple[Confidence, ...]] = ("certain", "likely", "possible")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +67,8 @@ def diagnose(
     found = find_origins(case, whole=left.complete and right.complete, samples=samples is not None)
     if not found.origins and not (left.complete and right.complete):
         raise _incomplete(left, right, case)
-    sizes, amplifiers, unexplained = receivers(case, found.receivers)
-    judged = _judge(case, found, unexplained, environment, tolerance)
+    sizes = receive(case, found.receivers)
+    judged = _judge(case, found, sizes, environment, tolerance)
     final = _final(case, found)
     divergences = tuple(divergence(case, j.origin, j.size, j.causes[0], final) for j in judged)
     material = next((d for d in divergences if d.material), None)
@@ -74,7 +79,7 @@ def diagnose(
         first=material or (divergences[0] if divergences else None),
         first_bitwise=divergences[0] if divergences else None,
         origins=divergences,
-        amplifiers=tuple(sorted(amplifiers, key=lambda a: a.seq.left or 0)),
+        amplifiers=tuple(amplifier(case, r) for r in sizes if r.amplifies),
         causes=_ranked(judged),
         environment=environment,
         unpaired=unpaired_of(case),
@@ -101,7 +106,7 @@ def _incomplete(left: Trace, right: Trace, case: Case) -> IncomparableTracesErro
 def _judge(
     case: Case,
     found: Found,
-    unexplained: Sequence[Received],
+    received: Sequence[Received],
     environment: tuple[EnvironmentDifference, ...],
     tolerance: Tolerance | None,
 ) -> list[Judged]:
@@ -117,34 +122,30 @@ def _judge(
     ]
     if all(not j.size.material for j in origins):
         # with a material origin upstream, a large difference further down is no news
-        origins += [judge(o) for o in _amplified(case, unexplained)]
+        origins += [judge(o) for o in _amplified(case, received)]
     return origins
 
 
-def _amplified(case: Case, unexplained: Sequence[Received]) -> list[Origin]:
+def _amplified(case: Case, received: Sequence[Received]) -> list[Origin]:
     """The first receiver whose inputs do not explain its output."""
-    found = []
-    for received in unexplained[:1]:
-        i, j = int(case.pairing.left[received.row]), int(case.pairing.right[received.row])
-        outputs = case.compared.outputs
-        place = next(
-            k
-            for k in np.flatnonzero(outputs.pair == received.row).tolist()
-            if outputs.status[k] == 2
+    first = next((r for r in received if r.unexplained), None)
+    if first is None:
+        return []
+    i, j = int(case.pairing.left[first.row]), int(case.pairing.right[first.row])
+    outputs = case.compared.outputs
+    place = np.flatnonzero((outputs.pair == first.row) & (outputs.position == first.slot))[0]
+    return [
+        Origin(
+            kind="op",
+            story="amplified",
+            op=Sides(i, j),
+            row=first.row,
+            values=Sides(int(outputs.left[place]), int(outputs.right[place])),
+            slot=first.slot,
+            order=float(i),
+            inputs_match=False,
         )
-        found.append(
-            Origin(
-                kind="op",
-                story="amplified",
-                op=Sides(i, j),
-                row=received.row,
-                values=Sides(int(outputs.left[place]), int(outputs.right[place])),
-                slot=int(outputs.position[place]),
-                order=float(i),
-                inputs_match=False,
-            )
-        )
-    return found
+    ]
 
 
 def _final(case: Case, found: Found) -> float | None:
@@ -170,19 +171,23 @@ def _verdict(divergences: tuple[Divergence, ...]) -> Verdict:
 
 
 def _ranked(judged: Sequence[Judged]) -> tuple[Cause, ...]:
-    """All causes, likeliest first: those of the first material origin lead."""
+    """All causes, likeliest first: those of the first material origin lead.
+
+    What else explains that origin is told as well. Beside a certain cause it is only likely; where the
+    cause itself is an interpretation, the plain fact comes first.
+    """
     order = sorted(judged, key=lambda j: not j.size.material)
     found: dict[tuple[str, str], Cause] = {}
-    for each in order:
-        found.setdefault((each.causes[0].slug, each.causes[0].summary), each.causes[0])
-    for each in order[:1]:
-        for further in each.causes[1:]:
-            weaker = (
-                further
-                if further.confidence != "certain"
-                else replace(further, confidence="likely")
-            )
-            found.setdefault((further.slug, further.summary), weaker)
+    if order:
+        lead, *further = order[0].causes
+        if lead.confidence == "certain":
+            further = [
+                replace(c, confidence="likely") if c.confidence == "certain" else c for c in further
+            ]
+        for each in sorted([lead, *further], key=lambda c: _CONFIDENCES.index(c.confidence)):
+            found.setdefault((each.slug, each.summary), each)
+    for other in order[1:]:
+        found.setdefault((other.causes[0].slug, other.causes[0].summary), other.causes[0])
     return tuple(found.values())
 
 

@@ -8,8 +8,8 @@ from typing import Final
 import numpy as np
 
 from opdrift.case import Case
+from opdrift.receivers import Received
 from opdrift.records import GrowthPoint
-from opdrift.sizes import Received
 
 #: More stretches than this are merged, for people.
 _POINTS: Final = 48

@@ -1,0 +1,129 @@
+"""How a difference that came in goes on: sizes along the run, and ops that make it larger."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from opdrift.bounds import explained, gain_limit
+from opdrift.case import Case
+from opdrift.pairs import Slots
+from opdrift.records import Amplifier, Sides
+from opdrift.sizes import measure
+from opdrift.tracefile.reader import Ints
+
+#: Receivers whose sizes are looked at one by one; of more, an even choice.
+_LOOKED_AT: Final = 1_500
+#: No op has a cap below this: what stays within it needs no closer look.
+_SMALLEST_CAP: Final = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """Sizes at one receiver.
+
+    Attributes:
+        row: Row of the pair.
+        before: The largest relative difference among its inputs, None where one is not known.
+        after: The largest among its outputs.
+        slot: The output that its inputs explain least.
+        amplifies: That output's difference is beyond what the op's kind usually gives.
+        unexplained: It is beyond what the op can make of its inputs.
+    """
+
+    row: int
+    before: float | None
+    after: float | None
+    slot: int | None = None
+    amplifies: bool = False
+    unexplained: bool = False
+
+
+def receive(case: Case, rows: Ints) -> list[Received]:
+    """Sizes at receivers, in order."""
+    step = max(1, -(-len(rows) // _LOOKED_AT))
+    reader = _Reader(case)
+    return [reader.at(row) for row in rows[::step].tolist()]
+
+
+def amplifier(case: Case, received: Received) -> Amplifier:
+    """An amplifying receiver as the diagnosis shows it."""
+    i, j = int(case.pairing.left[received.row]), int(case.pairing.right[received.row])
+    assert received.before is not None
+    assert received.after is not None
+    return Amplifier(
+        op=case.left.name(i),
+        module=case.left.module(i),
+        seq=Sides(case.left.seq(i), case.right.seq(j)),
+        input_difference=received.before,
+        output_difference=received.after,
+        gain=received.after / received.before,
+    )
+
+
+class _Reader:
+    """Measures slots of pairs, each value once."""
+
+    def __init__(self, case: Case) -> None:
+        self._case = case
+        self._inputs = _Sorted(case.compared.inputs)
+        self._outputs = _Sorted(case.compared.outputs)
+        self._known: dict[tuple[int, int], float | None] = {}
+
+    def at(self, row: int) -> Received:
+        """Sizes at one pair."""
+        inputs, outputs = self._case.compared.inputs, self._case.compared.outputs
+        came = [
+            self._relative(inputs, k)
+            for k in self._inputs.of(row)
+            if self._case.compared.input_differs[k]
+        ]
+        before = None if not came or None in came else max(v for v in came if v is not None)
+        gone = [(k, self._relative(outputs, k)) for k in self._outputs.of(row)]
+        sizes = [(int(outputs.position[k]), size) for k, size in gone if size is not None]
+        after = max((size for _, size in sizes), default=None)
+        if before is None or after is None or not 0 < before < math.inf:
+            return Received(row, before, after)
+        if after <= _SMALLEST_CAP * before:
+            return Received(row, before, after)
+        return self._judged(row, before, sizes)
+
+    def _judged(self, row: int, before: float, sizes: list[tuple[int, float]]) -> Received:
+        """Rule of notes diagnosis 2, output by output.
+
+        Beyond min(formula, cap) times what came in, and what rounding adds, an op amplifies; beyond the
+        formula its inputs do not explain it.
+        """
+        view = self._case.left.views[int(self._case.pairing.left[row])]
+        worst = Received(row, before, max(size for _, size in sizes))
+        for slot, size in sizes:
+            bound, gain = explained(view, slot), gain_limit(view, slot)
+            if bound.cannot_judge or size <= min(gain.formula, gain.cap) * before + bound.loose:
+                continue
+            beyond = size > gain.formula * before + bound.loose and not gain.discrete
+            if not worst.amplifies or beyond > worst.unexplained or size > (worst.after or 0.0):
+                worst = Received(row, before, size, slot, amplifies=True, unexplained=beyond)
+        return worst
+
+    def _relative(self, slots: Slots, k: int) -> float | None:
+        key = int(slots.left[k]), int(slots.right[k])
+        if key not in self._known:
+            found = measure(self._case, *key)
+            self._known[key] = None if found is None or not found.comparable else found.relative
+        return self._known[key]
+
+
+class _Sorted:
+    """Finds the slots of a pair."""
+
+    def __init__(self, slots: Slots) -> None:
+        self._order = np.argsort(slots.pair, kind="stable")
+        self._pairs = slots.pair[self._order]
+
+    def of(self, row: int) -> list[int]:
+        """Indexes of the slots of a pair."""
+        start, end = np.searchsorted(self._pairs, [row, row + 1])
+        return [int(k) for k in self._order[start:end]]
