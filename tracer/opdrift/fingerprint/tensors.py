@@ -88,27 +88,36 @@ def _packs_elements(tensor: Tensor) -> bool:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The same content as contiguous memory of a dtype that has a kind.
+    """The same content as contiguous memory of the host, of a dtype that has a kind.
 
     Conjugation and negation are resolved, complex elements become two components, and types without
     numbers (sub-byte, quantised) become bytes. No mode or subclass sees the ops, autograd does not
-    record them, and nothing about `tensor` itself changes.
+    record them, and nothing about `tensor` itself changes. Waits for a device that holds the tensor.
     """
     with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction(), torch.no_grad():
-        tensor = tensor.detach()
-        if tensor._is_zerotensor():  # autograd's zeros without memory; only a copy has some
-            tensor = tensor.clone()
-        if tensor.is_quantized:
-            tensor = tensor.int_repr().contiguous().reshape(-1).view(torch.uint8).view(_RAW_DTYPE)
-        elif tensor.is_complex():
-            tensor = torch.view_as_real(tensor.resolve_conj().resolve_neg())
-        elif tensor.is_neg():
-            tensor = tensor.resolve_neg()
-        if tensor.dtype not in _READABLE:
-            tensor = _as_bytes(tensor)
-        if not tensor.is_cpu:
-            tensor = tensor.cpu()
-        return tensor.contiguous()
+        return _components(tensor).cpu().contiguous()
+
+
+def plain_on_device(tensor: Tensor) -> Tensor:
+    """As `plain`, but where the tensor is, and without waiting for anything.
+
+    What has to be copied is copied on the current stream, which orders its memory's next use, too.
+    """
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction(), torch.no_grad():
+        return _components(tensor).contiguous()
+
+
+def _components(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    if tensor._is_zerotensor():  # autograd's zeros without memory; only a copy has some
+        tensor = tensor.clone()
+    if tensor.is_quantized:
+        return tensor.int_repr().contiguous().reshape(-1).view(torch.uint8).view(_RAW_DTYPE)
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj().resolve_neg())
+    elif tensor.is_neg():
+        tensor = tensor.resolve_neg()
+    return tensor if tensor.dtype in _READABLE else _as_bytes(tensor)
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
