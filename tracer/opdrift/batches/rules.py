@@ -11,6 +11,7 @@ from torch._ops import OpOverload
 from opdrift.batches import arithmetic as a
 from opdrift.batches import attention as n
 from opdrift.batches import gradients as g
+from opdrift.batches import layers as w
 from opdrift.batches import movement as m
 from opdrift.batches.calls import Call, Placed, Rule
 from opdrift.tracefile.axes import LENGTH_UNKNOWN, UNKNOWN
@@ -96,33 +97,33 @@ _ROWS: Final[tuple[tuple[Rule, str], ...]] = (
     (a.einsum, "einsum"),
     (a.distances, "_cdist_forward cdist _euclidean_dist"),
     # norms
-    (a.trailing_norm, "native_layer_norm layer_norm rms_norm _fused_rms_norm fused_layer_norm"),
-    (a.group_norm, "native_group_norm group_norm instance_norm"),
+    (w.trailing_norm, "native_layer_norm layer_norm rms_norm _fused_rms_norm fused_layer_norm"),
+    (w.group_norm, "native_group_norm group_norm instance_norm"),
     (
-        a.batch_norm,
+        w.batch_norm,
         "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training cudnn_batch_norm miopen_batch_norm"
         " _batch_norm_with_update _batch_norm_no_update _batch_norm_impl_index batch_norm",
     ),
     # windows
     (
-        a.convolution,
+        w.convolution,
         "convolution _convolution mkldnn_convolution cudnn_convolution conv1d conv2d conv3d thnn_conv2d _slow_conv2d_forward"
         " _conv_depthwise2d slow_conv3d slow_conv3d_forward convolution_overrideable miopen_convolution",
     ),
-    (a.pooling(1), "avg_pool1d max_pool1d"),
-    (a.pooling(2), "avg_pool2d max_pool2d max_pool2d_with_indices"),
-    (a.pooling(3), "avg_pool3d max_pool3d max_pool3d_with_indices"),
+    (w.pooling(1), "avg_pool1d max_pool1d"),
+    (w.pooling(2), "avg_pool2d max_pool2d max_pool2d_with_indices"),
+    (w.pooling(3), "avg_pool3d max_pool3d max_pool3d_with_indices"),
     (
-        a.resampled(1),
+        w.resampled(1),
         "upsample_nearest1d _upsample_nearest_exact1d upsample_linear1d adaptive_avg_pool1d adaptive_max_pool1d",
     ),
     (
-        a.resampled(2),
+        w.resampled(2),
         "upsample_nearest2d _upsample_nearest_exact2d upsample_bilinear2d upsample_bicubic2d _upsample_bilinear2d_aa"
         " _upsample_bicubic2d_aa _adaptive_avg_pool2d adaptive_avg_pool2d adaptive_max_pool2d",
     ),
     (
-        a.resampled(3),
+        w.resampled(3),
         "upsample_nearest3d _upsample_nearest_exact3d upsample_trilinear3d _adaptive_avg_pool3d adaptive_avg_pool3d"
         " adaptive_max_pool3d",
     ),
