@@ -50,6 +50,7 @@ CAUSES: Final[dict[str, Callable[[Evidence], Cause | None]]] = {
     "input": parameters.input_,
     "nondeterministic-op": kernels.nondeterministic_op,
     "flags": environment.flags,
+    "unseen-write": memory.unseen_write,
     "kernel": kernels.kernel,
     "environment": environment.environment,
     "structure": structure.structure,

@@ -5,14 +5,22 @@ from __future__ import annotations
 import math
 from typing import Final
 
+import numpy as np
+
 from opdrift.case import Side
 from opdrift.causes.evidence import Evidence, cause, number, scope, some
 from opdrift.compare import describe
 from opdrift.flow import maker
-from opdrift.records import READ_UNINITIALISED, Cause
+from opdrift.origins.kinds import draws
+from opdrift.records import READ_UNINITIALISED, REREAD, Cause
 from opdrift.sizes import measure
+from opdrift.tokens import base
 from opdrift.tracefile.reader import Fingerprint
 
+#: An output this many times further off than rounding explains is no matter of rounding.
+_FAR: Final = 1e3
+_FAR_LEAST: Final = 1e-6
+_OTHER_MACHINE: Final = frozenset(["device", "torch", "cpu_capability", "mkl", "mkldnn", "cuda"])
 #: Magnitudes that no table of a model has; freed memory holds them as addresses and counters.
 _LARGEST: Final = 1e30
 _SMALLEST: Final = 1e-30
@@ -293,6 +301,73 @@ def race(e: Evidence) -> Cause | None:
         "Wait for the copy before the tensor is read: stream.wait_stream or event.synchronize for non_blocking copies,"
         " future.result() for threads; do not reuse a slot before its last reader is done.",
     )
+
+
+def unseen_write(e: Evidence) -> Cause | None:
+    """Equal inputs, far apart outputs, no other kernel: a leaf may have changed since it was last read.
+
+    Leaves are read on entry, and again at use only within a budget: what is known of them may be old.
+    """
+    op = e.origin.op
+    gap, limit = e.size.difference, e.size.limit
+    if e.origin.story != "op" or e.origin.settings or op.left is None or op.right is None:
+        return None
+    if (
+        gap is None
+        or gap.relative is None
+        or limit is None
+        or gap.relative < _FAR * max(limit, _FAR_LEAST)
+    ):
+        return None
+    if (
+        gap.changed_index is not None
+        or draws(e.case.left, op.left)
+        or draws(e.case.right, op.right)
+    ):
+        return None
+    if any(d.name in _OTHER_MACHINE for d in e.shared.environment):
+        return None
+    suspects: list[str] = []
+    taken: list[str] = []
+    for name, side, index in (("left", e.case.left, op.left), ("right", e.case.right, op.right)):
+        if side.trace.ops.flags[index] & REREAD:
+            return None
+        partner = (e.case.pairing.right_of, e.case.pairing.left_of)[0 if name == "left" else 1]
+        for value in side.trace.ops.inputs[index].tolist():
+            leaf = side.leaves.best(value, side.module(index))
+            if leaf is None or leaf.kind == "input" or maker(side.contents, value) >= 0:
+                continue
+            suspects.append(leaf.name or "a nameless constant")
+            taken += [
+                f"{name}: {side.place(k)} took an alias of {leaf.name}"
+                for k in _aliases(side, value, index)
+                if partner[k] < 0
+            ]
+    if not suspects:
+        return None
+    names = list(dict.fromkeys(suspects))
+    return cause(
+        "race",
+        "possible",
+        f"{some(names)} may have been written between the last reading and this op, behind the dispatcher's back",
+        [
+            "same op, same arguments, inputs equal as far as they were read",
+            f"relative difference {number(gap.relative)}: no order of summation gives that",
+            f"{some(names)}: read on entry and not again at this op",
+            *taken[:3],
+        ],
+        "Record both runs with integrity='full': every leaf is then read again at each use, and a hidden write is seen."
+        " Look for numpy, .data, other threads and custom kernels that write into these tensors.",
+    )
+
+
+def _aliases(side: Side, value: int, before: int) -> list[int]:
+    """Ops before another that took an alias of a leaf's whole state."""
+    state = int(side.contents.states.of[value])
+    inputs = side.trace.ops.inputs
+    hits = np.flatnonzero(side.contents.states.of[inputs.values] == state)
+    ops = dict.fromkeys(int(k) for k in inputs.rows()[hits] if k < before)
+    return [k for k in ops if base(side.name(k)) in ("detach", "alias", "detach_")]
 
 
 def _stale(e: Evidence) -> list[str]:
