@@ -60,7 +60,18 @@ def test_every_dtype_at_every_edge(name):
         torch.arange(64, dtype=torch.uint8).view(torch.bits16),
         torch.ones(3, requires_grad=True),
     ],
-    ids=["transposed", "expanded", "channels last", "conjugate", "negative", "adjoint", "0-dim", "sub-byte", "bits", "with grad"],
+    ids=[
+        "transposed",
+        "expanded",
+        "channels last",
+        "conjugate",
+        "negative",
+        "adjoint",
+        "0-dim",
+        "sub-byte",
+        "bits",
+        "with grad",
+    ],
 )
 def test_every_layout(tensor):
     """Components are in row-major order of the shape, whatever the memory looks like."""
