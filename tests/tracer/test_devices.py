@@ -99,6 +99,14 @@ def test_items_of_a_batch_are_given_in_elements(setup, dtype):
         assert_same(rows[item], ENGINE.fingerprint(tensor[:, item]))
 
 
+def test_a_batch_without_items_is_refused(setup):
+    """There is nothing to wait for."""
+    assert (
+        setup.devices.put(torch.ones(2, 0, 3), 1, batch=(2, 0, 3)) == "it is a batch without items"
+    )
+    assert setup.devices.finish() == []
+
+
 def test_each_stream_has_a_ring_of_its_own(setup):
     """Two streams are in no order that a copy could rely on."""
     setup.devices.put(torch.ones(1), 1)
@@ -139,13 +147,16 @@ def test_threads_may_put_at_the_same_time(setup):
 def test_whoever_asked_is_told_when_a_row_has_arrived(setup):
     """A probe's row is given to nobody else."""
     found = []
-    setup.devices.put(torch.ones(3), 1, then=lambda row: found.append(("put", row["sum"].item())))
-    setup.devices.probe(torch.ones(4), lambda row: found.append(("probe", row["sum"].item())))
+    setup.devices.put(torch.ones(3), 1, then=lambda rows: found.append(rows["sum"].tolist()))
+    setup.devices.put(torch.ones(9), 2)
+    setup.devices.probe(
+        torch.ones(2, 4), lambda rows: found.append(rows["sum"].tolist()), batch=(1, 2, 4)
+    )
     assert found == []
     rows = joined(setup.devices.finish())
 
-    assert found == [("put", 3.0), ("probe", 4.0)]
-    assert rows["value"].tolist() == [1]
+    assert found == [[3.0], [4.0, 4.0]]
+    assert rows["value"].tolist() == [1, 2]
     assert setup.devices.finish() == []
 
 

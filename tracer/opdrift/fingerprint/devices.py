@@ -32,8 +32,8 @@ _KINDS: Final = kinds_by_dtype()
 _PLAIN: Final = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
 Maker = Callable[[torch.device], Kernel]
-Then = Callable[[np.void], None]
-"""What to do with a row once it has arrived."""
+Then = Callable[[Rows], None]
+"""What to do with the rows of a value once they have arrived."""
 
 
 class _Place:
@@ -110,7 +110,7 @@ class Devices:
             tensor: Any tensor; its memory may be freed as soon as this returns.
             value: The id of the rows; below 0 they are given to `then` only.
             batch: (outer, items, inner) in elements, for a row for each item `[:, b, :]`.
-            then: Called with the (first) row when it has arrived.
+            then: Called with the rows when they have arrived, by whoever takes them.
 
         Returns:
             Why there will be no row, or None.
@@ -139,6 +139,8 @@ class Devices:
     def _enqueue(
         self, place: _Place, tensor: Tensor, batch: Batch | None, value: int
     ) -> str | None:
+        if batch is not None and batch[1] == 0:
+            return "it is a batch without items"
         simple = _is_simple(tensor)
         if not simple:
             reason = can_fingerprint(tensor)
@@ -182,17 +184,18 @@ class Devices:
 
     def now(self, tensor: Tensor) -> np.void | None:
         """The row of a tensor's present content; waits for its device. None if it cannot be read now."""
-        found: list[np.void] = []
-        if self.put(tensor, next(self._probes), then=found.append) is not None:
+        found: list[Rows] = []
+        if self.probe(tensor, found.append) is not None:
             return None
         rows = self._gather(Ring.finish, tensor.device)
         with self._lock:
             self._ready = rows + self._ready
-        return found[0] if found else None
+        row: np.void | None = found[0][0] if found else None
+        return row
 
-    def probe(self, tensor: Tensor, then: Then) -> None:
-        """As `put`, for a row that nobody but `then` needs."""
-        self.put(tensor, next(self._probes), then=then)
+    def probe(self, tensor: Tensor, then: Then, *, batch: Batch | None = None) -> str | None:
+        """As `put`, for rows that nobody but `then` is given."""
+        return self.put(tensor, next(self._probes), batch=batch, then=then)
 
     def _gather(
         self, gather: Callable[[Ring], list[Rows]], device: torch.device | None = None
@@ -210,9 +213,9 @@ class Devices:
                         except Exception as error:  # the program's own failures show up here, too
                             self._failed(f"fingerprints of {place.device}", error)
             taken, self._ready = self._ready, []
-            wanted = [(self._then.pop(value), row) for value, row in _firsts(taken, self._then)]
-        for then, row in wanted:  # without the lock: this may record something
-            then(row)
+            wanted = [(self._then.pop(value), rows) for value, rows in _of(taken, self._then)]
+        for then, rows in wanted:  # without the lock: this may record something
+            then(rows)
         kept = [rows[rows["value"] >= 0] for rows in taken]
         return [rows for rows in kept if len(rows)]
 
@@ -253,16 +256,16 @@ def _in_components(batch: Batch | None, tensor: Tensor, data: Tensor) -> Batch:
     return outer, items, inner * (data.numel() // elements) if elements else inner
 
 
-def _firsts(rows: Sequence[Rows], wanted: Mapping[int, Then]) -> Iterator[tuple[int, np.void]]:
-    """The first row of each wanted value."""
+def _of(taken: Sequence[Rows], wanted: Mapping[int, Then]) -> Iterator[tuple[int, Rows]]:
+    """The rows of each wanted value; they lie side by side."""
     if not wanted:
         return
-    seen: set[int] = set()
-    for some in rows:
-        for position, value in enumerate(some["value"].tolist()):
-            if value in wanted and value not in seen:
-                seen.add(value)
-                yield value, some[position]
+    for rows in taken:
+        edges = np.flatnonzero(np.diff(rows["value"], prepend=rows["value"][:1] - 1))
+        for start, end in zip(edges.tolist(), [*edges[1:].tolist(), len(rows)], strict=True):
+            value = int(rows["value"][start])
+            if value in wanted:
+                yield value, rows[start:end]
 
 
 def _in_one_line(error: Exception) -> str:
