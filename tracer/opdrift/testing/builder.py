@@ -24,15 +24,16 @@ from opdrift.records import (
     LeafWhen,
 )
 from opdrift.testing.contents import (
-    NUMPY,
     Array,
     Change,
     changed,
     dense,
     fingerprint_row,
     noise,
+    rounded,
     seed,
 )
+from opdrift.tokens import family
 from opdrift.tracefile.reader import Trace
 from opdrift.tracefile.schema import TABLES
 
@@ -418,13 +419,14 @@ class Builder:
         out_dtype = dtype or (first.dtype if first else "float32")
         short = name.split(".")[1]
         overwrites = (in_place and short in ("copy_", "fill_", "zero_")) or short in _RANDOM
-        recipe = f"{name} {json.dumps(dict(settings or {}), sort_keys=True)} {state}"
+        # an op and its in-place form compute the same
+        recipe = f"{family(name)} {json.dumps(dict(settings or {}), sort_keys=True)} {state}"
         if short in _FACTORIES or not operands or (overwrites and short != "copy_"):
             result = noise(recipe, size, out_dtype)
         elif short in ("copy_", "_to_copy", "clone"):
             source = operands[-1].content
             assert source is not None
-            result = np.resize(source, size).astype(NUMPY[out_dtype])
+            result = rounded(np.resize(source, size), out_dtype)
         else:
             total = np.zeros(math.prod(size))
             for i, operand in enumerate(operands):
@@ -432,7 +434,7 @@ class Builder:
                     flat = np.resize(operand.content.astype(np.float64).reshape(-1), total.size)
                     random = np.random.default_rng(seed(f"{recipe} {i}"))
                     total += random.permutation(flat) * random.choice((-1.0, 1.0), total.size)
-            result = (total / math.sqrt(len(operands))).reshape(size).astype(NUMPY[out_dtype])
+            result = rounded((total / math.sqrt(len(operands))).reshape(size), out_dtype)
         return changed(result, change)
 
     # ---- rows ------------------------------------------------------------------------------------------

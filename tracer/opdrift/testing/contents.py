@@ -38,6 +38,12 @@ _CODES: Final = {
     "int8": tfp1.Code.I8,
     "bool": tfp1.Code.U8,
 }
+_SMALLEST_NORMAL: Final = {
+    tfp1.Code.F32: 2.0**-126,
+    tfp1.Code.F64: 2.0**-1022,
+    tfp1.Code.F16: 2.0**-14,
+    tfp1.Code.BF16: 2.0**-126,
+}
 _WHOLE_NUMBERS: Final = ("int64", "int32", "int8", "bool")
 
 
@@ -107,7 +113,9 @@ def fingerprint_row(value: int, content: Array, dtype: str) -> dict[str, Any]:
         "pinf": int((numbers == np.inf).sum()),
         "ninf": int((numbers == -np.inf).sum()),
         "zero": int((numbers == 0).sum()),
-        "subnormal": 0,
+        "subnormal": int(
+            ((numbers != 0) & (np.abs(numbers) < _SMALLEST_NORMAL.get(code, 0.0))).sum()
+        ),
         "sketch": _sketch(numbers, code),
         "sample": bits[list(positions)].tobytes(),
     }

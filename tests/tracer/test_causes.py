@@ -1,0 +1,885 @@
+"""Each cause: how it shows in two traces, and that what it says is in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from opdrift.causes import CAUSES
+from opdrift.causes.evidence import number, some
+from opdrift.causes.nondeterministic import NONDETERMINISTIC
+from opdrift.diagnose import diff
+from opdrift.records import Cause, Diagnosis
+from opdrift.testing import Builder
+from opdrift.tracefile.reader import Trace
+
+PAGES = Path(__file__).parents[2] / "docs" / "causes"
+Run = Callable[[Builder], int]
+
+
+def run(body: Run, **options: object) -> Trace:
+    """A trace of a body that returns the run's output."""
+    build = Builder(**options)  # type: ignore[arg-type]
+    build.output(body(build))
+    return build.build()
+
+
+def cause(left: Trace, right: Trace) -> Cause:
+    """The cause of the first divergence."""
+    found = diff(left, right).first
+    assert found is not None
+    return found.cause
+
+
+def says(found: Cause, *words: str) -> bool:
+    """Whether the cause's words are in it."""
+    text = " | ".join([found.summary, *found.evidence])
+    return all(word in text for word in words)
+
+
+def draw(text: str, shape: tuple[int, ...] = (16, 16)) -> np.ndarray:
+    """Normal numbers that follow from a text."""
+    seed = sum(map(ord, text))
+    return np.random.default_rng(seed).standard_normal(shape).astype("<f4")
+
+
+# ---- leaves ---------------------------------------------------------------------------------------------
+
+
+def model(contents: dict[str, np.ndarray | str], kind: str = "parameter") -> Run:
+    """x * each of the leaves, in turn."""
+
+    def body(build: Builder) -> int:
+        y = build.leaf("x", kind="input", shape=(16, 16))
+        for name, content in contents.items():
+            leaf = build.leaf(name, kind=kind, shape=(16, 16), content=content)  # type: ignore[arg-type]
+            with build.scope(name.rpartition(".")[0]):
+                y = build.op("mul", y, leaf)
+        return y
+
+    return body
+
+
+def test_weights_that_were_drawn_twice_are_called_so():
+    """Independent numbers of one spread, and equal constants beside them: nothing was loaded."""
+    ones = np.ones((16, 16), "<f4")
+    left = run(model({"a.weight": draw("1"), "b.weight": draw("2"), "norm.weight": ones}))
+    right = run(model({"a.weight": draw("3"), "b.weight": draw("4"), "norm.weight": ones}))
+
+    found = cause(left, right)
+
+    assert found.slug == "weights"
+    assert says(found, "2 of 3 tensors of the model differ before the first op", "independent")
+    assert says(found, "hold a single number", "norm.weight")
+    assert "load_state_dict" in found.try_
+
+
+def test_weights_drawn_during_the_run_name_the_draw():
+    """The trace saw the draws, and no copy from a checkpoint."""
+
+    def body(seed: int) -> Run:
+        def inner(build: Builder) -> int:
+            w = build.op("empty", shape=(16, 16), dtype="float32")
+            w = build.op("uniform_", w, rng=seed)
+            build.name(w, "fc.weight", when="use")
+            return build.op("mm", build.leaf("x", kind="input", shape=(16, 16)), w)
+
+        return inner
+
+    left, right = run(body(11)), run(body(12))
+    diagnosis = diff(left, right)
+    found = cause(left, right)
+
+    assert diagnosis.first is not None
+    assert (diagnosis.first.kind, diagnosis.first.name) == ("leaf", "fc.weight")
+    assert found.slug == "weights"
+    assert says(
+        found, "1 of 1 tensor of the model differs", "aten.uniform_.default", "none by a copy"
+    )
+    assert len(diagnosis.origins) == 1
+
+
+def test_one_flipped_bit_is_located():
+    """One element of one matrix: its index and what changed."""
+    before = draw("w")
+    after = before.copy()
+    after[3, 5] *= -1
+
+    found = cause(run(model({"fc.weight": before})), run(model({"fc.weight": after})))
+
+    assert found.slug == "weights"
+    assert says(found, "one element", "[3, 5]", "sign bit")
+
+
+def test_weights_of_another_checkpoint_say_how_far_they_are_apart():
+    """Neither drawn anew nor one bit: other weights, by their relative difference."""
+    before = draw("w")
+
+    found = cause(
+        run(model({"fc.weight": before})), run(model({"fc.weight": before * np.float32(1.01)}))
+    )
+
+    assert found.slug == "weights"
+    assert says(found, "different weights", "relative difference 0.01")
+
+
+def test_a_parameter_overwritten_during_the_run_names_the_write():
+    """Loaded in both runs, initialised again in one."""
+
+    def body(again: bool) -> Run:
+        def inner(build: Builder) -> int:
+            w = build.leaf("fc.weight", content="checkpoint")
+            if again:
+                w = build.op("uniform_", w)
+            return build.op("mm", build.leaf("x", kind="input"), w)
+
+        return inner
+
+    found = cause(run(body(False)), run(body(True)))
+
+    assert (found.slug, found.confidence) == ("weights", "certain")
+    assert says(
+        found,
+        "fc.weight was drawn at random again in the right run",
+        "op 1 (aten.uniform_.default)",
+    )
+
+
+def test_buffers_are_told_from_weights():
+    """A running mean differs."""
+    found = cause(
+        run(model({"bn.running_mean": draw("1")}, "buffer")),
+        run(model({"bn.running_mean": draw("1") + 1}, "buffer")),
+    )
+
+    assert found.slug == "buffer-state"
+    assert says(found, "bn.running_mean", "running statistics")
+
+
+def test_a_buffer_full_of_small_integers_is_called_uninitialised():
+    """Subnormal numbers are what freed memory looks like."""
+    garbage = np.full((16, 16), 7e-41, "<f4")
+
+    left = run(model({"rotary.inv_freq": draw("1")}, "buffer"))
+    right = Builder()
+    y = right.leaf("x", kind="input", shape=(16, 16))
+    leaf = right.leaf("rotary.inv_freq", kind="buffer", content=garbage)
+    with right.scope("rotary"):
+        right.output(right.op("mul", y, leaf))
+
+    found = cause(left, right.build())
+
+    assert found.slug == "uninitialised"
+    assert says(found, "subnormal", "right")
+
+
+def test_an_input_that_lost_its_first_token_says_which():
+    """One run's ids are the other's with one element more at the start."""
+
+    def body(ids: list[int]) -> Run:
+        def inner(build: Builder) -> int:
+            x = build.leaf("input_ids", kind="input", dtype="int64", content=np.array([ids]))
+            return build.op(
+                "embedding", build.leaf("embed.weight"), x, shape=(1, len(ids), 8), dtype="float32"
+            )
+
+        return inner
+
+    found = cause(run(body([0, 5, 7, 9])), run(body([5, 7, 9])))
+
+    assert found.slug == "input"
+    assert says(
+        found, "input_ids", "int64[1, 4]", "int64[1, 3]", "1 element more at its start: [0]"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "slug"), [("attention_mask", "mask"), ("position_ids", "position-ids")]
+)
+def test_masks_and_positions_among_the_inputs_are_named(name: str, slug: str):
+    """The input's name says what it is for."""
+
+    def body(content: str) -> Run:
+        return lambda build: build.op(
+            "add", build.leaf("x", kind="input"), build.leaf(name, kind="input", content=content)
+        )
+
+    assert cause(run(body("a")), run(body("b"))).slug == slug
+
+
+def test_an_input_that_the_other_run_changed_in_place_names_the_write():
+    """What the first run left in its input is what the second one starts from."""
+    first = Builder()
+    x = first.leaf("embeds", kind="input")
+    y = first.op("mul_", x, settings={"other": 4})
+    first.output(first.op("sin", y))
+    left_behind = first.content(y)
+
+    second = Builder()
+    x = second.leaf("embeds", kind="input", content=left_behind)
+    second.output(second.op("sin", second.op("mul_", x, settings={"other": 4})))
+
+    for found in (cause(first.build(), second.build()), cause(second.build(), first.build())):
+        assert (found.slug, found.confidence) == ("inplace", "certain")
+        assert says(found, "aten.mul_.default", "bit for bit")
+
+
+def test_a_leaf_in_another_type_is_a_matter_of_dtype():
+    """The same numbers, held in half precision on one side."""
+
+    def body(dtype: str) -> Run:
+        def inner(build: Builder) -> int:
+            content = draw("w", (4, 8)).astype("<f2").astype("<f4" if dtype == "float32" else "<f2")
+            w = build.leaf("fc.weight", dtype=dtype, content=content)
+            return build.op("mm", build.leaf("x", kind="input"), w, content=draw(dtype, (4, 8)))
+
+        return inner
+
+    found = cause(run(body("float32")), run(body("float16")))
+
+    assert found.slug == "dtype"
+    assert says(
+        found,
+        "fc.weight is float32 in the left run and float16 in the right one",
+        "the numbers are the same",
+    )
+
+
+def quantised(weights: np.ndarray, bits: int) -> np.ndarray:
+    levels = 2 ** (bits - 1) - 1
+    step = np.abs(weights).max(1, keepdims=True) / np.float32(levels)
+    return (np.round(weights / step) * step).astype("<f4")
+
+
+def test_weights_on_a_grid_are_called_quantised():
+    """Whole multiples of a step a row on one side; the same weights without on the other."""
+    weights = draw("w", (8, 64))
+
+    def body(content: np.ndarray) -> Run:
+        def inner(build: Builder) -> int:
+            x = build.leaf("x", kind="input", shape=(8, 64))
+            return build.op("mul", x, build.leaf("fc.weight", content=content))
+
+        return inner
+
+    found = cause(run(body(weights)), run(body(quantised(weights, 4))))
+
+    assert found.slug == "quantisation"
+    assert says(found, "fc.weight", "whole multiples", "right")
+
+
+def test_a_dequantised_weight_is_called_quantised():
+    """One side makes the weight from an int8 one and its scale."""
+
+    def body(low: bool) -> Run:
+        def inner(build: Builder) -> int:
+            x = build.leaf("x", kind="input")
+            if not low:
+                return build.op("mm", x, build.leaf("fc.weight"))
+            whole = build.leaf(
+                "fc.qweight", kind="buffer", dtype="int8", content=np.ones((4, 8), "i1")
+            )
+            w = build.op(
+                "mul",
+                build.op("_to_copy", whole, dtype="float32"),
+                build.leaf("fc.scale", kind="buffer"),
+            )
+            return build.op("mm", x, w)
+
+        return inner
+
+    found = cause(run(body(False)), run(body(True)))
+
+    assert found.slug == "quantisation"
+
+
+# ---- memory ----------------------------------------------------------------------------------------------
+
+
+def test_memory_read_before_it_was_written_names_both_ops():
+    """The op that handed it out, and the op that read it."""
+
+    def body(content: np.ndarray) -> Run:
+        def inner(build: Builder) -> int:
+            out = build.op("empty", shape=(4, 8), dtype="float32", source=("net.py", 3, "forward"))
+            return build.op("tanh", out, content=content, read_uninitialised=True)
+
+        return inner
+
+    found = cause(run(body(draw("1", (4, 8)))), run(body(draw("2", (4, 8)))))
+
+    assert (found.slug, found.confidence) == ("uninitialised", "certain")
+    assert says(found, "op 1 (aten.empty.default)", "net.py:3", "op 2 (aten.tanh.default)")
+
+
+def slots(late: bool) -> Run:
+    """Three layers read one slot; a copy that no op shows brings the next weights, too late on one side."""
+
+    def body(build: Builder) -> int:
+        y = build.leaf("x", kind="input")
+        slot = build.leaf("layers.0.slot", kind="buffer", content="host 0")
+        build.name(slot, "layers.1.slot", kind="buffer")
+        for layer in range(2):
+            if layer and not late:
+                slot = build.hidden_write(slot, "layers.0.slot", content="host 1")
+                build.name(slot, "layers.1.slot", kind="buffer", when="changed")
+            with build.scope(f"layers.{layer}"):
+                y = build.op("mul", y, slot)
+        return y
+
+    return body
+
+
+def test_a_hidden_write_names_the_slot_by_its_reader():
+    """One run reads the new content, the other what the layer before had read."""
+    left, right = run(slots(late=False)), run(slots(late=True))
+
+    diagnosis, found = diff(left, right), cause(left, right)
+
+    assert diagnosis.first is not None
+    assert (diagnosis.first.kind, diagnosis.first.name, diagnosis.first.module) == (
+        "hidden-write", "layers.1.slot", "layers.1",
+    )  # fmt: skip
+    assert found.slug == "race"
+    assert says(found, "no recorded op", "reads the same content as op 1", "layers.0.slot")
+
+
+def test_an_op_in_place_that_others_still_need_names_writer_and_reader():
+    """relu_ on one side, relu on the other; the tensor is read again afterwards."""
+
+    def body(name: str) -> Run:
+        def inner(build: Builder) -> int:
+            h = build.op("sin", build.leaf("x", kind="input"))
+            with build.scope("act"):
+                r = build.op(name, h, content=None)
+            return build.op("add", r if name == "relu_" else h, r)
+
+        return inner
+
+    diagnosis = diff(run(body("relu")), run(body("relu_")))
+
+    assert diagnosis.first is not None
+    assert diagnosis.first.cause.slug == "inplace"
+    assert (diagnosis.first.op, diagnosis.first.module) == ("aten.relu_.default", "act")
+    assert says(
+        diagnosis.first.cause,
+        "op 2 (aten.relu_.default)",
+        "op 3 (aten.add.default)",
+        "aten.relu.default ran instead",
+    )
+
+
+def test_a_leaf_that_was_not_read_again_is_suspected():
+    """Equal as far as known, and the result is nowhere near: the leaf may have changed unseen."""
+
+    def body(change: str) -> Run:
+        return lambda build: build.op(
+            "mm", build.leaf("x", kind="input"), build.leaf("fc.weight"), change=change
+        )  # type: ignore[arg-type]
+
+    found = cause(run(body("")), run(body("*")))
+
+    assert (found.slug, found.confidence) == ("race", "possible")
+    assert "integrity='full'" in found.try_
+
+
+# ---- random numbers ---------------------------------------------------------------------------------------
+
+
+def dropout(
+    state: int, *, training: bool = True, extra: bool = False, backward: bool = False
+) -> Run:
+    """A mask drawn in a dropout module, as torch draws it on a CPU."""
+
+    def body(build: Builder) -> int:
+        x = build.leaf("x", kind="input")
+        if extra:
+            build.op("random_", build.op("empty", shape=(1,), dtype="int64"), rng=100)
+            state_ = state
+        else:
+            state_ = state
+        with build.scope("drop", type="Dropout", training=training):
+            if training:
+                mask = build.op(
+                    "bernoulli_", build.op("empty_like", x), settings={"p": 0.8}, rng=state_
+                )
+                x = build.op("mul", x, build.op("div_", mask, settings={"other": 0.8}))
+        y = build.op("sin", x)
+        if backward:
+            build.op("mul", y, x, phase="backward")
+        return y
+
+    return body
+
+
+def test_dropout_at_inference_is_called_dropout():
+    """Both runs draw, nothing is trained: somebody forgot eval()."""
+    found = cause(run(dropout(1)), run(dropout(2)))
+
+    assert found.slug == "dropout"
+    assert says(found, "drop", "training=True", "0000000000000001", "0000000000000002")
+    assert "eval()" in found.try_
+
+
+def test_dropout_in_one_run_only_is_called_dropout():
+    """One module trains, the other does not."""
+    found = cause(run(dropout(1)), run(dropout(1, training=False)))
+
+    assert found.slug == "dropout"
+    assert says(found, "in the left run only", "left: drop ran with training=True")
+
+
+def test_dropout_in_training_is_a_matter_of_the_seed():
+    """With a backward pass dropout is meant; the generators differ from the first draw on."""
+    found = cause(run(dropout(1, backward=True)), run(dropout(2, backward=True)))
+
+    assert found.slug == "rng"
+    assert says(found, "from the first draw on")
+    assert "manual_seed" in found.try_
+
+
+def test_an_extra_draw_upstream_is_named():
+    """The generators began alike; one run drew once more before."""
+    left = run(lambda build: dropout(2)(build) if build.op("rand", shape=(1,), rng=100) else 0)
+    right = run(
+        lambda build: dropout(3, extra=True)(build) if build.op("rand", shape=(1,), rng=100) else 0
+    )
+
+    found = cause(left, right)
+
+    assert (found.slug, found.confidence) == ("rng", "certain")
+    assert says(found, "right", "aten.random_.default", "1 random op")
+
+
+def test_attention_without_dropout_draws_nothing():
+    """Its tag says it may draw; without dropout_p it does not, so other states are no cause."""
+
+    def body(state: int) -> Run:
+        def inner(build: Builder) -> int:
+            q = build.leaf("q", kind="input")
+            return build.op(
+                "_scaled_dot_product_flash_attention_for_cpu",
+                q,
+                q,
+                q,
+                rng=state,
+                content=draw("o", (4, 8)),
+            )
+
+        return inner
+
+    assert diff(run(body(1)), run(body(2))).verdict == "identical"
+
+
+def test_a_norm_in_training_mode_on_one_side_only():
+    """The op's own argument says so."""
+
+    def body(training: bool) -> Run:
+        def inner(build: Builder) -> int:
+            with build.scope("bn", type="BatchNorm2d", training=training):
+                return build.op(
+                    "native_batch_norm",
+                    build.leaf("x", kind="input"),
+                    settings={"training": training},
+                )
+
+        return inner
+
+    found = cause(run(body(False)), run(body(True)))
+
+    assert found.slug == "train-mode"
+    assert says(found, "training: False against True", "BatchNorm2d")
+
+
+# ---- settings ----------------------------------------------------------------------------------------------
+
+
+def test_another_argument_is_op_args_whatever_its_size():
+    """A last-bit difference with another epsilon is no rounding."""
+
+    def body(eps: float, change: str) -> Run:
+        return lambda build: build.op(
+            "native_layer_norm", build.leaf("x", kind="input"), settings={"eps": eps},
+            content=draw("y", (4, 8)) + np.float32(1e-7 if change else 0),
+        )  # fmt: skip
+
+    found = cause(run(body(1e-5, "")), run(body(1e-4, "x")))
+
+    assert (found.slug, found.confidence) == ("op-args", "certain")
+    assert says(found, "eps: 1e-05 against 0.0001", "equal in both runs")
+
+
+@pytest.mark.parametrize(
+    "settings", [({"is_causal": True}, {}), ({"is_causal": True}, {"is_causal": False})]
+)
+def test_what_attention_may_see_is_a_mask(settings: tuple[dict[str, object], dict[str, object]]):
+    """Causal on one side only."""
+
+    def body(options: dict[str, object]) -> Run:
+        def inner(build: Builder) -> int:
+            q = build.leaf("q", kind="input")
+            return build.op(
+                "_scaled_dot_product_flash_attention_for_cpu", q, q, q, settings=options
+            )
+
+        return inner
+
+    diagnosis = diff(run(body(settings[0])), run(body(settings[1])))
+
+    assert diagnosis.first is not None
+    assert diagnosis.first.cause.slug == "mask"
+    assert "is_causal" in [a.name for a in diagnosis.first.arguments]
+
+
+def test_other_positions_are_told_by_the_table_that_reads_them():
+    """arange starts elsewhere, and an embedding reads it."""
+
+    def body(start: int) -> Run:
+        def inner(build: Builder) -> int:
+            at = build.op("arange", shape=(4,), dtype="int64", settings={"start": start})
+            with build.scope("wpe"):
+                return build.op(
+                    "embedding", build.leaf("wpe.weight"), at, dtype="float32", shape=(4, 8)
+                )
+
+        return inner
+
+    diagnosis = diff(run(body(0)), run(body(3)))
+
+    assert diagnosis.first is not None
+    assert (diagnosis.first.op, diagnosis.first.module) == ("aten.embedding.default", "wpe")
+    assert diagnosis.first.cause.slug == "position-ids"
+    assert says(diagnosis.first.cause, "start: 0 against 3")
+
+
+def test_a_cache_written_at_another_place_is_called_so():
+    """The same key goes into another row of the cache, which attention then reads."""
+
+    def body(place: int) -> Run:
+        def inner(build: Builder) -> int:
+            x = build.leaf("x", kind="input", shape=(4, 8))
+            cache = build.leaf("cache", kind="constant", content=np.zeros((4, 8), "<f4"))
+            key = build.op("sin", x, shape=(1, 8))
+            row = build.op(
+                "slice",
+                cache,
+                shape=(1, 8),
+                offset=8 * place,
+                settings={"start": place, "end": place + 1},
+            )
+            written = build.op("copy_", row, key, shape=(1, 8))
+            now = np.zeros((4, 8), "<f4")
+            now[place] = build.content(written)
+            return build.op("mm", x, build.again(cache, printed=True, content=now))
+
+        return inner
+
+    diagnosis = diff(run(body(2)), run(body(1)))
+
+    assert diagnosis.first is not None
+    assert (diagnosis.first.op, diagnosis.first.cause.slug) == ("aten.copy_.default", "kv-cache")
+    assert says(diagnosis.first.cause, "start: 2 against 1", "end: 3 against 2")
+
+
+# ---- kernels -----------------------------------------------------------------------------------------------
+
+
+def test_rounding_says_how_far_and_how_far_is_explained():
+    """With the thread counts that differ."""
+
+    def body(change: str) -> Run:
+        return lambda build: build.op("sum", build.leaf("x", kind="input"), change=change)  # type: ignore[arg-type]
+
+    found = cause(run(body(""), flags={"num_threads": 1}), run(body("~"), flags={"num_threads": 2}))
+
+    assert found.slug == "rounding"
+    assert says(found, "relative difference", "explained up to", "num_threads: 1 against 2")
+
+
+def test_an_op_on_torchs_list_is_called_nondeterministic():
+    """Equal inputs, other outputs, and torch itself says that it may happen."""
+
+    def body(change: str) -> Run:
+        def inner(build: Builder) -> int:
+            x = build.leaf("x", kind="input")
+            return build.op(
+                "index_put",
+                x,
+                build.leaf("i", kind="input"),
+                change=change,
+                settings={"accumulate": True},
+            )  # type: ignore[arg-type]
+
+        return inner
+
+    found = cause(run(body(""), flags={"num_threads": 4}), run(body("~"), flags={"num_threads": 4}))
+
+    assert (found.slug, found.confidence) == ("nondeterministic-op", "certain")
+    assert says(found, "torch's list", "threads")
+    assert "use_deterministic_algorithms" in found.try_
+
+
+def test_a_difference_beyond_rounding_with_nothing_else_is_the_kernels():
+    """Same op, same arguments, equal inputs that ops made: something computes otherwise."""
+
+    def body(change: str) -> Run:
+        return lambda build: build.op(
+            "exp", build.op("sin", build.leaf("x", kind="input")), change=change
+        )  # type: ignore[arg-type]
+
+    found = cause(run(body("")), run(body("*")))
+
+    assert (found.slug, found.confidence) == ("kernel", "possible")
+    assert says(found, "inputs equal bit for bit", "explained up to")
+
+
+def test_a_fused_path_on_one_side_is_the_kernel():
+    """The fast path of the encoder layer against its parts."""
+
+    def body(fused: bool) -> Run:
+        def inner(build: Builder) -> int:
+            x = build.leaf("x", kind="input")
+            with build.scope("layer"):
+                if fused:
+                    return build.op("_transformer_encoder_layer_fwd", x)
+                return build.op("add", build.op("_softmax", build.op("sin", x)), x)
+
+        return inner
+
+    found = cause(run(body(False)), run(body(True)))
+
+    assert found.slug == "kernel"
+    assert says(found, "_transformer_encoder_layer_fwd", "right run takes a fused path")
+
+
+def test_compiled_code_that_draws_otherwise_is_called_so():
+    """One run draws in the graph, the other op by op."""
+
+    def body(compiled: bool) -> Run:
+        def inner(build: Builder) -> int:
+            x = build.op("sin", build.leaf("x", kind="input"))
+            if compiled:
+                build.op("random_", build.op("empty", shape=(1,), dtype="int64"), compiled=True)
+                return build.leaf("", kind="alive", when="exit", content="compiled result")
+            return build.op("add", x, build.op("randn_like", x))
+
+        return inner
+
+    diagnosis = diff(run(body(False)), run(body(True)))
+
+    assert diagnosis.first is not None
+    assert (diagnosis.first.op, diagnosis.first.cause.slug) == (
+        "aten.randn_like.default",
+        "compile",
+    )
+    assert "fallback_random" in diagnosis.first.cause.try_
+
+
+# ---- numbers ------------------------------------------------------------------------------------------------
+
+
+def test_nan_is_named_at_the_op_that_makes_it():
+    """Hand-written attention of a row without keys, against a fused one."""
+    bad = draw("p", (4, 8))
+    bad[0] = np.nan
+
+    def body(fused: bool) -> Run:
+        def inner(build: Builder) -> int:
+            x = build.leaf("x", kind="input")
+            if fused:
+                return build.op(
+                    "sin", build.op("_scaled_dot_product_flash_attention_for_cpu", x, x, x)
+                )
+            scores = build.op("bmm", x, x)
+            return build.op(
+                "sin", build.op("bmm", build.op("_softmax", scores, content=bad), x, content=bad)
+            )
+
+        return inner
+
+    diagnosis = diff(run(body(False)), run(body(True)))
+
+    assert diagnosis.first is not None
+    assert (diagnosis.first.op, diagnosis.first.cause.slug) == ("aten._softmax.default", "nan")
+    assert says(diagnosis.first.cause, "8 NaN", "none went in")
+
+
+def test_a_stretch_in_half_precision_is_a_matter_of_dtype():
+    """One run casts, computes and casts back: no rounding, however small."""
+
+    def body(low: bool) -> Run:
+        def inner(build: Builder) -> int:
+            x, w = build.op("sin", build.leaf("x", kind="input")), build.leaf("w")
+            if not low:
+                return build.op("tanh", build.op("mm", x, w))
+            y = build.op(
+                "mm", *(build.op("_to_copy", v, dtype="bfloat16") for v in (x, w)), dtype="bfloat16"
+            )
+            return build.op("tanh", build.op("_to_copy", y, dtype="float32"))
+
+        return inner
+
+    found = cause(run(body(False)), run(body(True)))
+
+    assert found.slug == "dtype"
+    assert says(found, "the right run computes in bfloat16", "cast by op")
+
+
+# ---- structure -----------------------------------------------------------------------------------------------
+
+
+def test_a_stale_gather_names_the_shards_that_nobody_reads():
+    """One run puts the weight together from its shards, the other uses a copy from before."""
+
+    def body(stale: bool) -> Run:
+        def inner(build: Builder) -> int:
+            x = build.leaf("x", kind="input", shape=(4, 4))
+            shards = [build.leaf(f"unit.shards.{i}", shape=(2, 4)) for i in range(2)]
+            if stale:
+                full = build.leaf("", kind="constant", when="use", shape=(4, 4), content="old")
+            else:
+                full = build.op("cat", *shards, shape=(4, 4))
+            with build.scope("unit"):
+                return build.op("mm", x, build.op("t", full))
+
+        return inner
+
+    found = cause(run(body(False)), run(body(True)))
+
+    assert found.slug == "fsdp-gather"
+    assert says(found, "unit.shards.0, unit.shards.1", "never read", "existed before the run")
+
+
+def test_structure_lists_what_each_run_does():
+    """Both op lists, and who reads the result."""
+    left = run(
+        lambda b: b.op(
+            "sin", b.op("relu", b.leaf("x", kind="input")), source=("net.py", 9, "forward")
+        )
+    )
+    right = run(lambda b: b.op("sin", b.leaf("x", kind="input"), source=("net.py", 9, "forward")))
+
+    found = cause(left, right)
+
+    assert found.slug == "structure"
+    assert says(found, "left only: relu", "right has nothing of its own here", "net.py:9")
+
+
+def test_layers_in_another_order_say_whose_result_each_reads():
+    """The first layer of one run reads what the second made."""
+
+    def body(order: list[int]) -> Run:
+        def inner(build: Builder) -> int:
+            y = build.leaf("x", kind="input")
+            for i in order:
+                with build.scope(f"layers.{i}"):
+                    y = build.op("mm", y, build.leaf(f"layers.{i}.weight"))
+            return y
+
+        return inner
+
+    diagnosis = diff(run(body([0, 1])), run(body([1, 0])))
+
+    assert diagnosis.first is not None
+    assert (diagnosis.first.module, diagnosis.first.cause.slug) == ("layers.0", "structure")
+
+
+# ---- flags and environment -------------------------------------------------------------------------------------
+
+
+def test_a_precision_flag_explains_what_rounding_does_not():
+    """The op is the same, its inputs too; the setting that steers it differs."""
+
+    def body(change: str) -> Run:
+        return lambda b: b.op(
+            "mm",
+            b.op("sin", b.leaf("x", kind="input")),
+            b.op("cos", b.leaf("y", kind="input")),
+            change=change,
+        )  # type: ignore[arg-type]
+
+    found = cause(
+        run(body(""), flags={"fp32_precision.cuda.matmul": "ieee"}),
+        run(body("*"), flags={"fp32_precision.cuda.matmul": "tf32"}),
+    )
+
+    assert found.slug == "flags"
+    assert says(found, "fp32_precision.cuda.matmul: ieee against tf32")
+
+
+def test_versions_are_offered_as_a_further_cause():
+    """Another torch, with nothing better to say about the op."""
+
+    def body(change: str) -> Run:
+        return lambda b: b.op("exp", b.op("sin", b.leaf("x", kind="input")), change=change)  # type: ignore[arg-type]
+
+    found = diff(
+        run(body(""), versions={"torch": "2.12"}), run(body("*"), versions={"torch": "2.13"})
+    )
+
+    assert "environment" in [c.slug for c in found.causes]
+
+
+# ---- all of them -----------------------------------------------------------------------------------------------
+
+
+def slugs() -> set[str]:
+    """Every slug that a cause can have."""
+    return set(CAUSES) - {"mask-input", "weights-written", "unseen-write"}
+
+
+@pytest.mark.parametrize("slug", sorted(slugs()))
+def test_every_cause_has_its_page(slug: str):
+    """What it means, how it shows, how to confirm it, how to fix it."""
+    text = (PAGES / f"{slug}.md").read_text(encoding="utf-8")
+
+    assert text.startswith(f"# {slug}")
+    for heading in ("## What it means", "## How it shows", "## How to confirm", "## How to fix"):
+        assert heading in text
+
+
+def test_every_page_is_of_a_cause():
+    """No page without the code that speaks of it."""
+    assert {page.stem for page in PAGES.glob("*.md")} - {"README"} == slugs()
+
+
+def test_the_list_of_nondeterministic_ops_names_devices():
+    """Each entry says on which devices."""
+    devices = {d for known, _ in NONDETERMINISTIC.values() for d in known.split()}
+
+    assert devices == {"cpu", "cuda"}
+
+
+def test_no_answer_is_an_error():
+    """A divergence always has a cause, with something to try."""
+    left = run(lambda b: b.op("sin", b.leaf("x", kind="input")))
+    right = run(lambda b: b.op("sin", b.leaf("x", kind="input"), change="*"))
+
+    diagnosis: Diagnosis = diff(left, right)
+
+    assert all(d.cause.summary and d.cause.evidence and d.cause.try_ for d in diagnosis.origins)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "an unknown size"),
+        (float("inf"), "infinite"),
+        (0.0, "0"),
+        (0.5, "0.5"),
+        (1.2345e-7, "1.2e-07"),
+        (123456.0, "1.2e+05"),
+    ],
+)
+def test_sizes_have_two_or_three_digits(value: float | None, text: str):
+    """As people write them."""
+    assert number(value) == text
+
+
+def test_long_lists_are_cut():
+    """A few names, and how many more."""
+    assert some(list("abcdef"), 2) == "a, b and 4 more"
+    assert some(["a"]) == "a"
