@@ -98,6 +98,8 @@ def recurrent_stack(call: Call, k: int) -> Placed:
         return Placed(
             tuple(p for p in first.positions if p.dim < first.ndim - 1), _in_features(first)
         )
+    if k > 2:
+        return Placed()  # what the backward needs
     batch = 0 if call.value("batch_first", False) else 1
     return Placed(
         tuple(moved(p, len(shape) - 2) for p in first.batch if p.dim == batch), _in_features(first)

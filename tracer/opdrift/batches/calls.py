@@ -63,12 +63,14 @@ class Placed(NamedTuple):
     """Where the axes lie in an output.
 
     `laid_out_by` says which operands the output's dims come from, all if None: padding that could not be
-    followed in another one (a mask that is summed away) is not in it.
+    followed in another one (a mask that is summed away) is not in it. `constant` says that its content depends
+    on none of them.
     """
 
     positions: tuple[Position, ...] = ()
     flags: int = 0
     laid_out_by: tuple[int, ...] | None = None
+    constant: bool = False
 
 
 class Learned(NamedTuple):
@@ -148,7 +150,7 @@ def settle(call: Call, k: int, placed: Placed) -> Placed:
             kept.append(position)
     kept, clash = _without_clashes(kept)
     flags |= clash
-    for operand in call.operands:
+    for operand in () if placed.constant else call.operands:
         flags |= operand.flags & (MIXED | UNKNOWN | UNSURE)
         if placed.laid_out_by is None or operand.index in placed.laid_out_by:
             flags |= operand.flags & LENGTH_UNKNOWN

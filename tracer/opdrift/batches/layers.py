@@ -78,7 +78,7 @@ def convolution(call: Call, k: int) -> Placed:
             strict=True,
         )
     ]
-    transposed = bool(call.value("transposed", False))
+    transposed = bool(call.value("transposed", False)) or "transpose" in call.name
     windows, lost = _windows(call, x, shape, spatial, transposed=transposed)
     return Placed((*found, *windows), flags | lost)
 

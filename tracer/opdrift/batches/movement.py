@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
+from opdrift.batches.arithmetic import lost_along
 from opdrift.batches.calls import (
     Call,
     Operand,
@@ -84,16 +85,14 @@ def split(call: Call, k: int) -> Placed:
     """A piece of the first operand along one dim (copied, not a view)."""
     first = next(call.operands)
     dim = dim_of(call.value("dim", 0), first.ndim)
-    return _without_dim(first, dim)
+    return _without(first, [dim])
 
 
-def _without_dim(operand: Operand, dim: int) -> Placed:
-    """What an operand carries elsewhere than in a dim whose items are lost."""
-    lost = 0
-    for p in operand.positions:
-        if p.dim == dim:
-            lost |= UNKNOWN if p.axis == BATCH else LENGTH_UNKNOWN
-    return Placed(tuple(p for p in operand.positions if p.dim != dim), lost)
+def _without(operand: Operand, dims: Iterable[int]) -> Placed:
+    """What an operand carries elsewhere than in dims whose items are lost."""
+    gone = set(dims)
+    kept = tuple(p for p in operand.positions if p.dim not in gone)
+    return Placed(kept, lost_along(operand, gone))
 
 
 # ---- the same elements in another shape -----------------------------------------------------------------
@@ -125,15 +124,28 @@ def _regroup(p: Position, old: Shape, new: Shape) -> Position | None:
 
 
 def repeated(call: Call, k: int) -> Placed:
-    """repeat: dims are tiled, new ones come in front."""
+    """repeat, tile: dims are laid end to end, new ones come in front."""
     first = next(call.operands)
     times = list(call.args[1])
+    times = [1] * (first.ndim - len(times)) + times
     shift = len(times) - first.ndim
     return Placed(
         tuple(
             p._replace(dim=p.dim + shift, outer=p.outer * int(times[p.dim + shift]))
             for p in first.positions
         )
+    )
+
+
+def interleaved(call: Call, k: int) -> Placed:
+    """repeat_interleave: each item of a dim is repeated, as often for each."""
+    first = next(call.operands)
+    times, dim = call.args[1], call.value("dim")
+    if not isinstance(times, int) or dim is None:
+        return _everywhere_lost(first)
+    dim = dim_of(dim, first.ndim)
+    return Placed(
+        tuple(p._replace(inner=p.inner * times) if p.dim == dim else p for p in first.positions)
     )
 
 
@@ -159,12 +171,7 @@ def flipped(call: Call, k: int) -> Placed:
 def rolled(call: Call, k: int) -> Placed:
     """Items move around the end of some dims."""
     first = next(call.operands)
-    dims = [dim_of(d, first.ndim) for d in call.value("dims") or range(first.ndim)]
-    placed = Placed(first.positions)
-    for dim in dims:
-        less = _without_dim(Operand(0, first.shape, placed.positions), dim)
-        placed = Placed(less.positions, placed.flags | less.flags)
-    return placed
+    return _without(first, [dim_of(d, first.ndim) for d in call.value("dims") or range(first.ndim)])
 
 
 def padded(call: Call, k: int) -> Placed:
@@ -193,7 +200,7 @@ def padded(call: Call, k: int) -> Placed:
 def halved(call: Call, k: int) -> Placed:
     """glu: one dim is halved."""
     first = next(call.operands)
-    return _without_dim(first, dim_of(call.value("dim", -1), first.ndim))
+    return _without(first, [dim_of(call.value("dim", -1), first.ndim)])
 
 
 # ---- indexing ------------------------------------------------------------------------------------------
@@ -217,7 +224,7 @@ def index_select(call: Call, k: int) -> Placed:
     dim = dim_of(call.value("dim"), first.ndim)
     if is_identity(index, first.shape[dim]):
         return Placed(first.positions)
-    rest = _without_dim(first, dim)
+    rest = _without(first, [dim])
     return Placed((*rest.positions, *(moved(p, dim) for p in index.positions)), rest.flags)
 
 
@@ -270,7 +277,7 @@ def index(call: Call, k: int) -> Placed:
     indices = call.args[1]
     at = [d for d, each in enumerate(indices) if each is not None]
     if any(indices[d].boolean for d in at):
-        return _masked(call)
+        return _everywhere_lost(*call.operands)
     shape = _broadcast([indices[d].shape for d in at])
     together = at == list(range(at[0], at[-1] + 1))
     start = at[0] if together else 0
@@ -302,11 +309,12 @@ def _broadcast(shapes: Sequence[Shape]) -> Shape:
     return tuple(max(sizes) for sizes in zip(*filled, strict=True))
 
 
-def _masked(call: Call) -> Placed:
-    """What a mask picks has no dims of its own."""
-    carried = [p for operand in call.operands for p in operand.positions]
-    flags = UNKNOWN if any(p.axis == BATCH for p in carried) else 0
-    return Placed((), flags | (LENGTH_UNKNOWN if any(p.axis != BATCH for p in carried) else 0))
+def _everywhere_lost(*operands: Operand) -> Placed:
+    """Nothing of what the operands carry has a dim of its own in the result."""
+    flags = 0
+    for operand in operands:
+        flags |= lost_along(operand, range(operand.ndim))
+    return Placed((), flags)
 
 
 def index_put(call: Call, k: int) -> Placed:
@@ -350,21 +358,24 @@ def _put_where(first: Operand, indices: Sequence[Operand | None], values: Operan
     return Placed(tuple(found), UNKNOWN if moves else 0)
 
 
-def scattered_elsewhere(call: Call, k: int) -> Placed:
+def by_content(call: Call, k: int) -> Placed:
     """Results whose dims come from the content: nonzero, unique, masked_select."""
-    return _masked(call)
+    return _everywhere_lost(*call.operands)
+
+
+def masked_scatter(call: Call, k: int) -> Placed:
+    """Where a mask says, items of a source are put in order: whose they are is not known."""
+    first, mask, source = list(call.operands)[:3]
+    shape = call.outputs[k]
+    found = [p for operand in (first, mask) for p in aligned(operand, shape)]
+    return Placed(tuple(found), UNKNOWN if source.batch else 0)
 
 
 def kept(dims: Callable[[Operand], int]) -> Callable[[Call, int], Placed]:
-    """Keeps what lies in the first `dims` dims of the first operand; the others are mixed up."""
+    """Keeps what lies in the first `dims` dims of the first operand; what lies in the others is lost."""
 
     def rule(call: Call, k: int) -> Placed:
         first = next(call.operands)
-        before = dims(first)
-        placed = Placed(first.positions)
-        for dim in range(before, first.ndim):
-            less = _without_dim(Operand(0, first.shape, placed.positions), dim)
-            placed = Placed(less.positions, placed.flags | less.flags)
-        return placed
+        return _without(first, range(dims(first), first.ndim))
 
     return rule

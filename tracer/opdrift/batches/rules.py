@@ -19,13 +19,13 @@ from opdrift.tracefile.axes import LENGTH_UNKNOWN, UNKNOWN
 
 def nothing(call: Call, k: int) -> Placed:
     """Made of nothing that is followed: constants, random numbers, layouts."""
-    return Placed()
+    return Placed(constant=True)
 
 
 def layout(call: Call, k: int) -> Placed:
     """Other content in the layout of the first operand (zeros_like, fill_)."""
     first = next(call.operands)
-    return Placed(first.positions if call.outputs[k] == first.shape else ())
+    return Placed(first.positions if call.outputs[k] == first.shape else (), constant=True)
 
 
 def guess(call: Call, k: int) -> Placed:
@@ -43,7 +43,7 @@ _ROWS: Final[tuple[tuple[Rule, str], ...]] = (
     # element by element, where torch's own tag does not say so
     (
         a.pointwise,
-        "copy where masked_fill clip square true_divide floor_divide threshold_backward hardtanh hardtanh_backward"
+        "copy where masked_fill square floor_divide threshold_backward hardtanh hardtanh_backward"
         " gelu_backward silu_backward sigmoid_backward tanh_backward leaky_relu_backward elu_backward softplus_backward"
         " native_dropout_backward bucketize log_sigmoid_forward log_sigmoid_backward prelu rrelu_with_noise isclose"
         " mish_backward hardswish hardswish_backward hardsigmoid_backward logit_backward polar complex fake_quantize"
@@ -107,7 +107,7 @@ _ROWS: Final[tuple[tuple[Rule, str], ...]] = (
     # windows
     (
         w.convolution,
-        "convolution _convolution mkldnn_convolution cudnn_convolution conv1d conv2d conv3d thnn_conv2d _slow_conv2d_forward"
+        "convolution _convolution mkldnn_convolution cudnn_convolution conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d thnn_conv2d _slow_conv2d_forward"
         " _conv_depthwise2d slow_conv3d slow_conv3d_forward convolution_overrideable miopen_convolution",
     ),
     (w.pooling(1), "avg_pool1d max_pool1d"),
@@ -127,7 +127,7 @@ _ROWS: Final[tuple[tuple[Rule, str], ...]] = (
         "upsample_nearest3d _upsample_nearest_exact3d upsample_trilinear3d _adaptive_avg_pool3d adaptive_avg_pool3d"
         " adaptive_max_pool3d",
     ),
-    (g.first_dim_only, "im2col col2im grid_sampler_2d grid_sampler_3d"),
+    (g.first_dim_only, "im2col col2im grid_sampler_2d grid_sampler_3d affine_grid_generator"),
     (m.kept(lambda x: x.ndim - 3), "pixel_shuffle pixel_unshuffle"),
     # attention and recurrent layers
     (
@@ -145,7 +145,7 @@ _ROWS: Final[tuple[tuple[Rule, str], ...]] = (
         "_transformer_encoder_layer_fwd _native_multi_head_attention _triton_multi_head_attention",
     ),
     (n.recurrent_layer, "mkldnn_rnn_layer"),
-    (n.recurrent_stack, "lstm gru rnn_tanh rnn_relu"),
+    (n.recurrent_stack, "lstm gru rnn_tanh rnn_relu _cudnn_rnn miopen_rnn"),
     (
         n.recurrent_cell,
         "_thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell",
@@ -155,7 +155,9 @@ _ROWS: Final[tuple[tuple[Rule, str], ...]] = (
     (m.stack, "stack"),
     (m.split, "unsafe_split unsafe_chunk unsafe_split_with_sizes"),
     (m.reshaped, "_unsafe_view view reshape reshape_as _reshape_alias flatten unflatten ravel"),
-    (m.repeated, "repeat"),
+    (m.repeated, "repeat tile"),
+    (m.interleaved, "repeat_interleave"),
+    (m.masked_scatter, "masked_scatter"),
     (m.flipped, "flip"),
     (m.rolled, "roll"),
     (
@@ -167,20 +169,21 @@ _ROWS: Final[tuple[tuple[Rule, str], ...]] = (
     (m.embedding_bag, "_embedding_bag _embedding_bag_forward_only embedding_bag"),
     (m.index_select, "index_select"),
     (m.gather, "gather take_along_dim"),
-    (m.scatter, "scatter scatter_add scatter_reduce"),
+    (m.scatter, "scatter scatter_add scatter_reduce slice_scatter"),
     (m.index_add, "index_add index_copy index_fill index_reduce"),
     (m.index, "index _unsafe_index"),
     (m.index_put, "index_put _index_put_impl _unsafe_index_put"),
     (
-        m.scattered_elsewhere,
+        m.by_content,
         "nonzero nonzero_static masked_select _unique2 unique_dim unique_consecutive bincount histc _pack_padded_sequence take",
     ),
+    (m.kept(lambda x: x.ndim), "one_hot"),
     # over the last dims, apart for each item of the others
     (m.kept(lambda x: x.ndim - 1), "multinomial searchsorted"),
     (
         m.kept(lambda x: x.ndim - 2),
         "linalg_inv_ex linalg_cholesky_ex _linalg_svd linalg_qr _linalg_eigh _linalg_det _linalg_slogdet _linalg_solve_ex"
-        " linalg_lu_factor_ex triangular_solve linalg_solve_triangular cholesky inverse",
+        " linalg_lu_factor_ex linalg_eig linalg_eigvals _linalg_eigvals linalg_matrix_exp linalg_lu_solve cholesky_solve triangular_solve linalg_solve_triangular cholesky inverse",
     ),
     # gradients; every other op whose name ends in _backward has the rule `gradient`
     (g.weight_gradient, "embedding_dense_backward embedding_backward"),
@@ -193,6 +196,28 @@ _ROWS: Final[tuple[tuple[Rule, str], ...]] = (
 )
 _BY_NAME: Final[Mapping[str, Rule]] = {
     name: rule for rule, names in _ROWS for name in names.split()
+}
+#: Names under which inference_mode shows ops of another name.
+_ALIASES: Final = {
+    "absolute": "abs",
+    "arctan2": "atan2",
+    "clip": "clamp",
+    "divide": "div",
+    "fix": "trunc",
+    "greater": "gt",
+    "greater_equal": "ge",
+    "less": "lt",
+    "less_equal": "le",
+    "multiply": "mul",
+    "negative": "neg",
+    "not_equal": "ne",
+    "subtract": "sub",
+    "true_divide": "div",
+    "__and__": "bitwise_and",
+    "__iand__": "bitwise_and",
+    "__ior__": "bitwise_or",
+    "__or__": "bitwise_or",
+    "__xor__": "bitwise_xor",
 }
 #: Views that copy where they must; under inference_mode they are seen whole.
 _VIEWS_OR_COPIES: Final = frozenset(
@@ -232,13 +257,20 @@ def rule_for(func: Any) -> Rule | None:
         return found
     if name.startswith(("_foreach_", "_fused_", "_amp_")):
         return a.foreach
-    if torch.Tag.pointwise in func.tags:
+    if torch.Tag.pointwise in func.tags or _has_tagged_overload(plain_name(name)):
         return a.pointwise
     if torch.Tag.reduction in func.tags:
         return a.reduction
     if "_backward" in name:
         return g.gradient
     return found or guess
+
+
+def _has_tagged_overload(name: str) -> bool:
+    """Whether another overload is tagged element by element: in-place and number-only ones often are not."""
+    packet = getattr(torch.ops.aten, _ALIASES.get(name, name), None)
+    overloads = packet.overloads() if packet is not None else ()
+    return any(torch.Tag.pointwise in getattr(packet, each).tags for each in overloads)
 
 
 def _is_elementwise_overload(func: OpOverload, rule: Rule) -> bool:

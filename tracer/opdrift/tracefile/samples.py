@@ -133,6 +133,11 @@ class SampleTable:
             found = self._extents[axis] = Extents(size, parts)
         return found
 
+    @property
+    def first_extents(self) -> Extents | None:
+        """Those of the inputs; None if no padded length was found in them."""
+        return self.extents(1) if ("extents", 1) in self._text else None
+
     def followed(self, value: int) -> Followed | None:
         """Where the axes lie in a value; None if it carries none."""
         own = self.own.get(value)
