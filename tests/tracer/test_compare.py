@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from opdrift import tfp1
 from opdrift.compare import Difference, describe, difference, dtype_epsilon
 from opdrift.records import Sides
-from opdrift.testing import fingerprint_row
+from opdrift.testing.contents import fingerprint_row
 from opdrift.tracefile.reader import Fingerprint, FingerprintColumns
 from opdrift.tracefile.schema import TABLES
 
