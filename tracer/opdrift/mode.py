@@ -160,7 +160,6 @@ class RecordingMode(TorchDispatchMode):
                     flags = COMPILED
             key: list[Any] = [plan.id]
             inputs: list[int] = []
-            use = Use(plan, args, kwargs or _NO_ARGUMENTS)
             for a in args:
                 kind = type(a)
                 if kind is Tensor or kind is Parameter:
@@ -174,6 +173,9 @@ class RecordingMode(TorchDispatchMode):
                         flags = self._other(t, a, None, key, inputs, use, flags)
                         continue
                     if entry is None:
+                        if a.is_nested:  # a strided one has a storage, but no sizes
+                            flags = self._other(t, a, None, key, inputs, use, flags)
+                            continue
                         entry = values.adopt(t, a, use, compiled=flags & COMPILED)
                         state = getattr(storage, attribute)
                     elif state.at:
@@ -186,6 +188,7 @@ class RecordingMode(TorchDispatchMode):
                         elif t.clock > values.gate:
                             entry = values.recheck(t, a, state, entry)
                     if state.special is not None:
+                        use = Use(plan, args, kwargs or _NO_ARGUMENTS)
                         entry, flags = values.special(t, a, state, entry, use, flags)
                     if kind is Parameter and state.leaf is None:
                         values.meet_parameter(t, a, state, entry)
@@ -194,8 +197,10 @@ class RecordingMode(TorchDispatchMode):
                 elif kind is int or a is None:
                     key.append(a)
                 else:
+                    use = Use(plan, args, kwargs or _NO_ARGUMENTS)
                     flags = self._other(t, a, kind, key, inputs, use, flags)
             if kwargs:
+                use = Use(plan, args, kwargs)
                 for name, a in kwargs.items():
                     key.append(name)
                     flags = self._other(t, a, type(a), key, inputs, use, flags)
@@ -240,9 +245,10 @@ class RecordingMode(TorchDispatchMode):
         try:
             outputs: list[int] = []
             if plan.collective:
+                use = Use(plan, args, kwargs or _NO_ARGUMENTS)
                 flags |= self._collective(t, use, out, outputs)
             elif plan.writes:
-                self._written(t, use, outputs)
+                self._written(t, Use(plan, args, kwargs or _NO_ARGUMENTS), outputs)
             mutated = len(outputs)
             kind = type(out)
             if kind is Tensor:

@@ -128,7 +128,7 @@ def _joined(*names: str) -> str:
 
 
 def plain_parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """The plain tensors that hold a tensor's content: itself, a DTensor's local part, a sparse one's components.
+    """The plain tensors that hold a tensor's content: itself, a DTensor's local part, a wrapper's or sparse one's parts.
 
     None for a parameter of a lazy module, which has no shape yet.
     """
@@ -137,13 +137,23 @@ def plain_parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Te
     local = getattr(tensor, "_local_tensor", None)
     if isinstance(local, torch.Tensor):
         tensor = local
-    if (
-        type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-        or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-    ):
-        return  # its inner tensors are seen by the ops that it runs
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        yield from _wrapped_parts(name, tensor)
+        return
     if tensor.layout is torch.strided and not tensor.is_nested:
         yield name, tensor
         return
     for position, part in enumerate(parts(tensor)):
         yield f"{name}.{position}", part
+
+
+def _wrapped_parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parts of a subclass that says of which tensors it consists: jagged tensors, quantised weights."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    # what a collective may still be filling must not be touched
+    if flatten is None or type(tensor).__qualname__ == "AsyncCollectiveTensor":
+        return  # the ops that it runs show its inner tensors
+    for attribute in flatten()[0]:
+        yield from plain_parts(f"{name}.{attribute}", getattr(tensor, attribute))
