@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from opdrift.batches.arithmetic import mixes, reduced
+from opdrift.batches.arithmetic import lost_along, mixes, reduced
 from opdrift.batches.calls import Call, Operand, Placed, Shape
-from opdrift.tracefile.axes import BATCH, LENGTH_UNKNOWN, MIXED, UNKNOWN, Position
+from opdrift.tracefile.axes import BATCH, LENGTH_UNKNOWN, MIXED, Position
 
 # ---- norms -------------------------------------------------------------------------------------------
 
@@ -58,7 +58,8 @@ def convolution(call: Call, k: int) -> Placed:
     """The batch is kept, in dim 0 or in groups of channels; padded lengths shrink as their dim does."""
     x, weight = list(call.operands)[:2]
     if weight.positions:
-        return Placed((), UNKNOWN | LENGTH_UNKNOWN)
+        lost = lost_along(x, range(x.ndim)) | lost_along(weight, range(weight.ndim))
+        return Placed((), lost)
     shape = call.outputs[k]
     found = [p for p in x.positions if p.dim == 0]
     flags = mixes(x, range(2, x.ndim))

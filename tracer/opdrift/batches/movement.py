@@ -348,7 +348,8 @@ def index_put(call: Call, k: int) -> Placed:
 
 def _put_where(first: Operand, indices: Sequence[Operand | None], values: Operand) -> Placed:
     """Written where masks of some dims say; the values come in the order in which they are found."""
-    found, dim, moves = list(first.positions), 0, bool(values.batch)
+    found, dim = list(first.positions), 0
+    moves = bool(values.batch) or math.prod(values.shape) > 1
     for each in indices:
         if each is not None and each.boolean:
             found += [moved(p, p.dim + dim) for p in each.positions]
@@ -368,7 +369,7 @@ def masked_scatter(call: Call, k: int) -> Placed:
     first, mask, source = list(call.operands)[:3]
     shape = call.outputs[k]
     found = [p for operand in (first, mask) for p in aligned(operand, shape)]
-    return Placed(tuple(found), UNKNOWN if source.batch else 0)
+    return Placed(tuple(found), UNKNOWN if mask.batch or source.batch else 0)
 
 
 def kept(dims: Callable[[Operand], int]) -> Callable[[Call, int], Placed]:

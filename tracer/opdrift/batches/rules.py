@@ -76,6 +76,7 @@ _ROWS: Final[tuple[tuple[Rule, str], ...]] = (
         "_softmax _log_softmax _safe_softmax softmax log_softmax cumsum cumprod logcumsumexp cummax cummin",
     ),
     (a.ordered, "sort argsort topk msort"),
+    (a.transformed, "_fft_r2c _fft_c2r _fft_c2c"),
     (
         a.loss,
         "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div soft_margin_loss",
@@ -182,7 +183,7 @@ _ROWS: Final[tuple[tuple[Rule, str], ...]] = (
     (m.kept(lambda x: x.ndim - 1), "multinomial searchsorted"),
     (
         m.kept(lambda x: x.ndim - 2),
-        "linalg_inv_ex linalg_cholesky_ex _linalg_svd linalg_qr _linalg_eigh _linalg_det _linalg_slogdet _linalg_solve_ex"
+        "linalg_inv linalg_inv_ex linalg_cholesky linalg_cholesky_ex linalg_svd linalg_eigh linalg_det linalg_slogdet linalg_solve _linalg_svd linalg_qr _linalg_eigh _linalg_det _linalg_slogdet _linalg_solve_ex"
         " linalg_lu_factor_ex linalg_eig linalg_eigvals _linalg_eigvals linalg_matrix_exp linalg_lu_solve cholesky_solve triangular_solve linalg_solve_triangular cholesky inverse",
     ),
     # gradients; every other op whose name ends in _backward has the rule `gradient`
