@@ -7,7 +7,7 @@ twice, one sample changed, and says which samples of each result changed with it
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,11 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from opdrift.batches.calls import Placed
 from opdrift.batches.operands import has_storage, results
 from opdrift.batches.rules import guess, rule_for
 from opdrift.batches.tracking import Batches
-from opdrift.batches.tracks import track_of
 from opdrift.fingerprint.engine import load_engine
 from opdrift.neutral import silent
 from opdrift.plans import Plan
@@ -66,9 +64,9 @@ class Follow(TorchDispatchMode):
         batch: Batch,
         inputs: Mapping[str, Tensor] | None = None,
         *,
-        at: Iterable[tuple[Tensor, Sequence[Position]]] = (),
+        padded: int | None = None,
     ) -> None:
-        """`inputs` are seeded as a root module's arguments; `at` says outright where the axes are."""
+        """`inputs` are seeded as a root module's arguments; `padded` is their padded length, if it must be said."""
         super().__init__()
         self.extents: list[Extents] = []
         self.told: list[Mapping[str, Any]] = []
@@ -83,10 +81,8 @@ class Follow(TorchDispatchMode):
             write_mark=self.told.append,
             failed=lambda where, error: self.failures.append((where, error)),
         )
+        self.batches._padded = padded
         self.batches.seed((inputs or {}).items())
-        for tensor, positions in at:
-            self.batches._active = True
-            self.batches._tracks.put(tensor, track_of(Placed(tuple(positions)), tensor))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -75,13 +75,17 @@ def ordered(call: Call, k: int) -> Placed:
     return Placed(kept, lost_along(first, [dim]))
 
 
-def transformed(call: Call, k: int) -> Placed:
-    """Fourier transforms: each result along some dims is made of all items there."""
-    first = next(call.operands)
-    dims = _dims(call.value("dim"), first.ndim)
-    kept = tuple(p for p in first.positions if p.dim not in dims)
-    padded = any(p.dim in dims for p in first.lengths)
-    return Placed(kept, mixes(first, dims) | (LENGTH_UNKNOWN if padded else 0))
+def transformed(default: Any = None) -> Callable[[Call, int], Placed]:
+    """Fourier transforms: each result along some dims, all by default, is made of all items there."""
+
+    def rule(call: Call, k: int) -> Placed:
+        first = next(call.operands)
+        dims = _dims(call.value("dim", default), first.ndim)
+        kept = tuple(p for p in first.positions if p.dim not in dims)
+        padded = any(p.dim in dims for p in first.lengths)
+        return Placed(kept, mixes(first, dims) | (LENGTH_UNKNOWN if padded else 0))
+
+    return rule
 
 
 def lost_along(operand: Operand, dims: Iterable[int]) -> int:

@@ -76,7 +76,9 @@ _ROWS: Final[tuple[tuple[Rule, str], ...]] = (
         "_softmax _log_softmax _safe_softmax softmax log_softmax cumsum cumprod logcumsumexp cummax cummin",
     ),
     (a.ordered, "sort argsort topk msort"),
-    (a.transformed, "_fft_r2c _fft_c2r _fft_c2c"),
+    (a.transformed(), "_fft_r2c _fft_c2r _fft_c2c fft_fftn fft_ifftn fft_rfftn fft_irfftn"),
+    (a.transformed(-1), "fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft"),
+    (a.transformed((-2, -1)), "fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2"),
     (
         a.loss,
         "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div soft_margin_loss",
