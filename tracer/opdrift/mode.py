@@ -170,9 +170,11 @@ class RecordingMode(TorchDispatchMode):
                             (a.shape, a.stride(), a.storage_offset(), a.dtype)
                         )
                     except (RuntimeError, NotImplementedError):  # sparse, mkldnn, nested
+                        use = Use(plan, args, kwargs or _NO_ARGUMENTS)
                         flags = self._other(t, a, None, key, inputs, use, flags)
                         continue
                     if entry is None:
+                        use = Use(plan, args, kwargs or _NO_ARGUMENTS)
                         if a.is_nested:  # a strided one has a storage, but no sizes
                             flags = self._other(t, a, None, key, inputs, use, flags)
                             continue
