@@ -60,13 +60,14 @@ class Lengths:
             The axis of the outputs. A sample whose start is not a multiple of the stride is not known:
             alone, its windows would begin elsewhere.
         """
-        return self._each(
-            axis,
-            size,
-            lambda start, length: (
-                (start // stride, max(outputs(length), 0)) if start % stride == 0 else None
-            ),
-        )
+
+        def change(start: int, length: int) -> Valid:
+            found = outputs(length)
+            if found <= 0:
+                return 0, 0
+            return (start // stride, found) if start % stride == 0 else None
+
+        return self._each(axis, size, change)
 
     def stretched(self, axis: int, size: int, *, factor: int) -> int | None:
         """Each item becomes `factor` items."""
@@ -76,9 +77,12 @@ class Lengths:
         self, axis: int, size: int, *, stride: int, outputs: Callable[[int], int]
     ) -> int | None:
         """What a transposed convolution makes of an axis."""
-        return self._each(
-            axis, size, lambda start, length: (start * stride, max(outputs(length), 0))
-        )
+
+        def change(start: int, length: int) -> Valid:
+            found = outputs(length) if length else 0
+            return (start * stride, found) if found > 0 else (0, 0)
+
+        return self._each(axis, size, change)
 
     def flipped(self, axis: int) -> int | None:
         """The axis in reverse."""
