@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import opdrift
@@ -55,7 +54,7 @@ class Decoder(nn.Module):
         scores = q @ k.transpose(1, 2) * 0.25
         keep = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
         h = h + self.out(scores.masked_fill(~keep, float("-inf")).softmax(-1) @ v)
-        h = h + self.down(F.silu(self.gate(h)) * self.up(h))
+        h = h + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
         return self.head(h)
 
     def rotate(self, x: Tensor) -> Tensor:

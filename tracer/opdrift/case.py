@@ -10,7 +10,7 @@ from opdrift.bounds import OpViews
 from opdrift.contents import Contents
 from opdrift.leaves import LeafTable
 from opdrift.pairs import Compared
-from opdrift.picks import pick
+from opdrift.picks import AttentionRegion, attention_regions, pick
 from opdrift.provenance import Lineage
 from opdrift.records import ArgumentDifference, Call, Op, Pick, Sides
 from opdrift.settings import argument_differences
@@ -88,6 +88,11 @@ class Side:
     def lineage(self) -> Lineage:
         """Where contents came from."""
         return Lineage(self.trace)
+
+    @cached_property
+    def attention(self) -> list[AttentionRegion]:
+        """Attention calls that ran as several ops."""
+        return attention_regions(self.trace)
 
     def pick(self, index: int | None) -> Pick | None:
         """Which kernel an op ran."""

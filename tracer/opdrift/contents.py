@@ -94,6 +94,12 @@ class Contents:
         found[outputs.values[::-1]] = within[::-1]
         return np.where(self.producer >= 0, found, -1)
 
+    @cached_property
+    def maker(self) -> Ints:
+        """The op that returned each value, or wrote its storage last; -1 for leaves."""
+        written = self.states.writer[self.states.of]
+        return np.where(self.producer >= 0, self.producer, written)
+
     def same_order(self, base: int, value: int) -> bool:
         """Whether a value of the same state holds the elements of `base`, all of them, in the same order."""
         return bool(self._same_order(np.array([base]), np.array([value]))[0])

@@ -92,12 +92,6 @@ class Ancestry:
     cut_short: bool = False
 
 
-def maker(contents: Contents, value: int) -> int:
-    """The op that returned a value, or wrote its storage last; -1 for leaves."""
-    producer = int(contents.producer[value])
-    return producer if producer >= 0 else int(contents.states.writer[contents.states.of[value]])
-
-
 def ancestry(contents: Contents, value: int, counterpart: Ints) -> Ancestry:
     """Walk back from a value to leaves, and to ops whose `counterpart` (an op index, else -1) is known.
 
@@ -110,7 +104,7 @@ def ancestry(contents: Contents, value: int, counterpart: Ints) -> Ancestry:
     stack, seen = [value], {value}
     while stack and len(ops) < _WALK:
         current = stack.pop()
-        op = maker(contents, current)
+        op = int(contents.maker[current])
         view = op >= 0 and bool(contents.tokens.view[op])
         if op < 0 or (counterpart[op] >= 0 and not view):
             boundary[current] = None

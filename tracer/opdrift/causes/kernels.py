@@ -8,7 +8,7 @@ from opdrift.case import Side
 from opdrift.causes.evidence import Evidence, cause, number, op_names, scope, some
 from opdrift.causes.nondeterministic import NONDETERMINISTIC
 from opdrift.origins.kinds import draws
-from opdrift.picks import attention_regions, pick, region_pick
+from opdrift.picks import pick, region_pick
 from opdrift.records import COMPILED, Cause, Pick, Sides
 from opdrift.sizes import threads
 from opdrift.tokens import base
@@ -292,7 +292,7 @@ def _region_pick(side: Side, ops: list[int]) -> Pick | None:
     inside = set(ops)
     if not any("softmax" in side.name(op) for op in ops):
         return None
-    for region in attention_regions(side.trace):
+    for region in side.attention:
         if inside.intersection(region.ops):
             return region_pick(side.trace, region)
     return None

@@ -10,7 +10,6 @@ import numpy as np
 from opdrift.case import Side
 from opdrift.causes.evidence import Evidence, cause, number, scope, some
 from opdrift.compare import describe
-from opdrift.flow import maker
 from opdrift.origins.kinds import draws
 from opdrift.records import READ_UNINITIALISED, REREAD, Cause
 from opdrift.sizes import measure
@@ -195,7 +194,7 @@ def _is_part_of_more(e: Evidence, number_: int, writer: int) -> bool:
     partner = (e.case.pairing.right_of, e.case.pairing.left_of)[number_]
     if partner[writer] >= 0:
         return False
-    makers = [maker(side.contents, v) for v in side.trace.ops.inputs[writer].tolist()]
+    makers = [int(side.contents.maker[v]) for v in side.trace.ops.inputs[writer].tolist()]
     return any(op >= 0 and partner[op] < 0 for op in makers)
 
 
@@ -335,7 +334,7 @@ def unseen_write(e: Evidence) -> Cause | None:
         partner = (e.case.pairing.right_of, e.case.pairing.left_of)[0 if name == "left" else 1]
         for value in side.trace.ops.inputs[index].tolist():
             leaf = side.leaves.best(value, side.module(index))
-            if leaf is None or leaf.kind == "input" or maker(side.contents, value) >= 0:
+            if leaf is None or leaf.kind == "input" or int(side.contents.maker[value]) >= 0:
                 continue
             suspects.append(leaf.name or "a nameless constant")
             taken += [

@@ -1,0 +1,254 @@
+"""Pair ops: those of paired module calls in order, then what is left over between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from opdrift.align.sequence import Level, Refined, Window, increasing, refine
+from opdrift.contents import Contents
+from opdrift.tokens import Words, mix, word
+from opdrift.tracefile.reader import Ints
+
+#: Index in `_by_name` from which on a pair must have something besides its name in common.
+_WEAK_IN_SCOPE: Final = 3
+_WEAK_ACROSS: Final = 1
+#: Pairs make further pairs by what they feed; this often.
+_ROUNDS: Final = 4
+
+
+@dataclass
+class Pairs:
+    """Pairs as they are found."""
+
+    left: Contents
+    right: Contents
+    right_of: Ints = field(init=False)
+    left_of: Ints = field(init=False)
+    cut_short: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        self.right_of = np.full(len(self.left.trace.ops), -1, np.int64)
+        self.left_of = np.full(len(self.right.trace.ops), -1, np.int64)
+
+    def add(self, left: Ints, right: Ints) -> None:
+        """Pair ops one by one."""
+        self.right_of[left] = right
+        self.left_of[right] = left
+
+    def drop(self, left: int) -> None:
+        """Undo a pair."""
+        self.left_of[self.right_of[left]] = -1
+        self.right_of[left] = -1
+
+    def add_refined(self, refined: Refined, left: Ints, right: Ints, weak: int) -> None:
+        """Take over pairs of positions in two lists of ops, and drop those that rest on a name alone."""
+        i, j = left[refined.left], right[refined.right]
+        self.add(i, j)
+        if refined.cut_short:
+            self.cut_short = max(self.cut_short or (0, 0), refined.cut_short)
+        for op in i[refined.level >= weak].tolist():
+            if not self._supported(op, int(self.right_of[op])):
+                self.drop(op)
+
+    def _supported(self, i: int, j: int) -> bool:
+        """Whether an input of both is the same: by content, or because a pair made it."""
+        a, b = self.left.trace.ops.inputs[i], self.right.trace.ops.inputs[j]
+        if not len(a) or not len(b):
+            return bool(self.left.tokens.full[i] == self.right.tokens.full[j])
+        for x, y in zip(a.tolist(), b.tolist(), strict=False):
+            if self.left.by_place[x] and self.left.by_place[x] == self.right.by_place[y]:
+                return True
+            if self.left.by_lineage[x] and self.left.by_lineage[x] == self.right.by_lineage[y]:
+                return True
+            p, q = int(self.left.producer[x]), int(self.right.producer[y])
+            if p >= 0 and q >= 0 and self.right_of[p] == q:
+                return True
+        return False
+
+
+def within_scopes(pairs: Pairs, home: tuple[Ints, Ints], calls: Ints) -> None:
+    """Pair the ops of paired calls, forward and backward ops apart.
+
+    Args:
+        pairs: Receives the pairs.
+        home: The call of each op, per side.
+        calls: The right call of each left call, -1 where there is none.
+    """
+    left, right = _Segments(pairs.left, home[0]), _Segments(pairs.right, home[1])
+    whole: list[tuple[Ints, Ints]] = []
+    rest: list[tuple[Ints, Ints]] = []
+    for key in left.keys:
+        other = int(calls[key >> 1]) << 1 | key & 1
+        if calls[key >> 1] < 0 or other not in right:
+            continue
+        a, b = left.ops(key), right.ops(other)
+        same = len(a) == len(b) and left.word(key) == right.word(other)
+        (whole if same else rest).append((a, b))
+    if whole:
+        pairs.add(np.concatenate([a for a, _ in whole]), np.concatenate([b for _, b in whole]))
+    # inner calls have higher numbers: what they return helps to pair the ops around them
+    for a, b in reversed(rest):
+        _in_order(pairs, a, b)
+
+
+def _in_order(pairs: Pairs, a: Ints, b: Ints) -> None:
+    """Pair two lists of ops of one scope: by result, by what feeds them, then by name."""
+    pairs.add_refined(refine([_by_result(pairs, a, b)]), a, b, _WEAK_IN_SCOPE)
+    count = 0
+    for _ in range(_ROUNDS):
+        found = refine([_known(pairs, a, b), _by_inputs(pairs, a, b)])
+        pairs.add_refined(found, a, b, _WEAK_IN_SCOPE)
+        if len(found.left) == count:
+            break
+        count = len(found.left)
+    pairs.add_refined(refine([_known(pairs, a, b), *_by_name(pairs, a, b)]), a, b, _WEAK_IN_SCOPE)
+
+
+def across_scopes(pairs: Pairs) -> None:
+    """Pair what is left over in the stretches between pairs that keep the order, whatever the scope."""
+    a, b = np.flatnonzero(pairs.right_of < 0), np.flatnonzero(pairs.left_of < 0)
+    if not len(a) or not len(b):
+        return
+    i = np.flatnonzero(pairs.right_of >= 0)
+    if len(i):
+        i = i[increasing(pairs.right_of[i])]
+    j = pairs.right_of[i]
+    # number of fixed pairs before each op: ops with the same number lie in the same stretch
+    stretches = _common_stretches(np.searchsorted(i, a), np.searchsorted(j, b))
+    windows = [Window(int(a0), int(a1), int(b0), int(b1)) for a0, a1, b0, b1 in stretches]
+    if windows:
+        levels = [_by_result(pairs, a, b), *_by_name(pairs, a, b)]
+        pairs.add_refined(refine(levels, windows), a, b, _WEAK_ACROSS)
+
+
+class _Segments:
+    """The ops of each call and phase, in order; a key is call * 2 + phase."""
+
+    def __init__(self, contents: Contents, home: Ints) -> None:
+        key = home << 1 | contents.trace.ops.phase
+        self._order = np.argsort(key, kind="stable")
+        grouped = key[self._order]
+        self._at: dict[int, tuple[int, int, int]] = {}
+        if not len(key):
+            return
+        starts = np.flatnonzero(np.concatenate([[True], grouped[1:] != grouped[:-1]]))
+        ends = np.concatenate([starts[1:], [len(key)]])
+        within = (np.arange(len(key)) - np.repeat(starts, ends - starts)).astype(np.uint64)
+        words = np.add.reduceat(mix(contents.tokens.full[self._order], within), starts)
+        for k, start, end, word_ in zip(grouped[starts], starts, ends, words, strict=True):
+            self._at[int(k)] = int(start), int(end), int(word_)
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._at
+
+    @property
+    def keys(self) -> list[int]:
+        """Keys, ascending."""
+        return list(self._at)
+
+    def ops(self, key: int) -> Ints:
+        """Op indexes."""
+        start, end, _ = self._at[key]
+        return self._order[start:end]
+
+    def word(self, key: int) -> int:
+        """A word for the signatures of the ops in order."""
+        return self._at[key][2]
+
+
+# ---- by what ops are recognised ------------------------------------------------------------------------
+
+
+def _by_name(pairs: Pairs, a: Ints, b: Ints) -> list[Level]:
+    """Whole signature, layouts, name, family."""
+    left, right = pairs.left.tokens, pairs.right.tokens
+    return [
+        Level(left.full[a], right.full[b]),
+        Level(left.shape[a], right.shape[b]),
+        Level(left.name[a], right.name[b]),
+        Level(left.family[a], right.family[b]),
+    ]
+
+
+def _by_result(pairs: Pairs, a: Ints, b: Ints) -> Level:
+    """Equal results of computing ops."""
+    return Level(_results(pairs.left, a, "left"), _results(pairs.right, b, "right"), anchored=True)
+
+
+def _results(contents: Contents, ops: Ints, side: str) -> Words:
+    """A word for op and result; one that nothing equals for ops that do not compute from a tensor."""
+    trace, tokens = contents.trace, contents.tokens
+    outputs = trace.ops.outputs
+    if not len(outputs.values):
+        return _nothing(ops, side)
+    has_output = outputs.offsets[ops + 1] > outputs.offsets[ops]
+    first = outputs.values[np.minimum(outputs.offsets[ops], len(outputs.values) - 1)]
+    content = np.where(has_output, contents.by_place[first], np.uint64(0))
+    speaks = (content != 0) & ~tokens.factory[ops] & ~tokens.view[ops] & ~tokens.uninitialised[ops]
+    return np.where(speaks, mix(tokens.name[ops], content), _nothing(ops, side))
+
+
+def _by_inputs(pairs: Pairs, a: Ints, b: Ints) -> Level:
+    """The same op on what pairs made."""
+    here = np.arange(len(pairs.right_of))
+    left = _sources(pairs.left, a, np.where(pairs.right_of >= 0, here, -1), "left")
+    return Level(left, _sources(pairs.right, b, pairs.left_of, "right"), anchored=True)
+
+
+def _sources(contents: Contents, ops: Ints, pair_of: Ints, side: str) -> Words:
+    """A word for op and inputs; `pair_of` gives each op that has a counterpart the same number on both sides.
+
+    An input that no pair made counts by its content. One that nothing equals where no input is of a pair.
+    """
+    inputs = contents.trace.ops.inputs
+    lengths = inputs.offsets[ops + 1] - inputs.offsets[ops]
+    if not lengths.sum():
+        return _nothing(ops, side)
+    within = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    values = inputs.values[np.repeat(inputs.offsets[ops], lengths) + within]
+    maker = contents.maker[values]
+    pair = np.where(maker >= 0, pair_of[maker], -1)
+    known = mix(
+        (pair + 1).astype(np.uint64), np.maximum(contents.root_slot[values], 0).astype(np.uint64)
+    )
+    word_of = np.where(pair >= 0, known, contents.by_place[values])
+    placed = np.concatenate([mix(word_of, within.astype(np.uint64)), np.zeros(1, np.uint64)])
+    starts = np.cumsum(lengths) - lengths
+    summed = np.add.reduceat(placed, starts)
+    of_pairs = np.add.reduceat(np.concatenate([pair >= 0, [False]]).astype(np.int64), starts)
+    speaks = (lengths > 0) & (of_pairs > 0)
+    return np.where(speaks, mix(contents.tokens.name[ops], summed), _nothing(ops, side))
+
+
+def _known(pairs: Pairs, a: Ints, b: Ints) -> Level:
+    """Pairs that were found before: they stay, and split what is left."""
+    left = np.where(pairs.right_of[a] >= 0, a, -1)
+    right = pairs.left_of[b]
+    return Level(
+        np.where(left >= 0, (left + 1).astype(np.uint64), _nothing(a, "left")),
+        np.where(right >= 0, (right + 1).astype(np.uint64), _nothing(b, "right")),
+        anchored=True,
+    )
+
+
+def _nothing(ops: Ints, side: str) -> Words:
+    """Words that no other op has, on either side."""
+    return mix(ops.astype(np.uint64), np.full(len(ops), word(side), np.uint64))
+
+
+def _common_stretches(a: Ints, b: Ints) -> npt.NDArray[np.int64]:
+    """Rows (start, end, start, end) of the stretches of equal numbers that both sorted lists have."""
+    shared = np.intersect1d(a, b)
+    return np.stack(
+        [
+            np.searchsorted(a, shared, "left"),
+            np.searchsorted(a, shared, "right"),
+            np.searchsorted(b, shared, "left"),
+            np.searchsorted(b, shared, "right"),
+        ],
+        axis=1,
+    )
