@@ -117,17 +117,14 @@ def order_of(case: Case, op: Sides[int | None]) -> float:
 
 def maker_ops(case: Case, origins: list[Origin]) -> Sides[set[int]]:
     """Ops that made the leaves of origins during the run: a draw, a fill, a copy; the leaf stands for them."""
-    return Sides(
-        _makers(case.left, [o.values.left for o in origins]),
-        _makers(case.right, [o.values.right for o in origins]),
-    )
+    left = [leaf.left.value for o in origins for leaf in (o.leaf, *o.members) if leaf.left]
+    right = [leaf.right.value for o in origins for leaf in (o.leaf, *o.members) if leaf.right]
+    return Sides(_makers(case.left, left), _makers(case.right, right))
 
 
-def _makers(side: Side, values: list[int | None]) -> set[int]:
+def _makers(side: Side, values: list[int]) -> set[int]:
     found = set()
     for value in values:
-        if value is None:
-            continue
         made = side.lineage.of(value)
         for seq in (made.seq, made.first_seq):
             index = side.trace.index_of(seq) if seq is not None else None
