@@ -29,7 +29,7 @@ LAYERS: tuple[tuple[int, str, str], ...] = (
     ),
     (3, RECORDING, "mode naming options recorder"),
     (2, READING, "align contents tokens"),
-    (3, READING, "bounds case compare flow leaves pairs picks provenance settings sinks"),
+    (3, READING, "bounds case compare flow leaves pairs picks provenance samples settings sinks"),
     (4, READING, "causes findings origins receivers sizes"),
     (5, READING, "diagnose"),
     (6, READING, "render testing"),
