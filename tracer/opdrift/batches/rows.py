@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -20,8 +22,28 @@ if TYPE_CHECKING:
 
 #: Samples from this number on have no records: a row costs about a microsecond.
 MOST_SAMPLES: Final = 1024
-#: Rows are handed on to be written from so many bytes on.
-FULL_BYTES: Final = 1 << 23
+#: From so many rows on, 5 MB, they should be written.
+ROWS: Final = 8192
+_MAX_SHAPES: Final = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a tensor of one shape, in which the axes lie in one way, falls into samples.
+
+    Attributes:
+        batch: Its places of the batch, as the table `axes` has them.
+        length: The same of padded lengths.
+        outer: Elements before the batch, if the samples can be read all at once; else 0.
+        padded: A sample has padding in it.
+        factors: How to cut out a sample; None if that cannot be done.
+    """
+
+    batch: tuple[int, ...]
+    length: tuple[int, ...]
+    outer: int
+    padded: bool
+    factors: Sequence[Factor] | None
 
 
 class SampleRows:
@@ -36,16 +58,27 @@ class SampleRows:
     def __init__(self, engine: Engine, size: int, lengths: Lengths) -> None:
         self._engine = engine
         self._size = size
+        self._recorded = min(size, MOST_SAMPLES)
         self._lengths = lengths
-        self._samples: deque[Any] = deque()
+        self._cuts: dict[tuple[object, ...], Cut] = {}
         self._axes: deque[tuple[int, int, tuple[int, ...], tuple[int, ...]]] = deque()
-        self.bytes = 0
+        # rows are filled under the lock, so that another thread's flush sees whole ones only
+        self._lock = threading.Lock()
+        self._rows = np.empty((ROWS + size, engine.ROW_BYTES), np.uint8)
+        self._at: int = self._rows.ctypes.data
+        self._used = 0
+        self._full: list[Any] = []
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so many rows wait that they should be written."""
+        return self._used >= ROWS or bool(self._full)
 
     def add(
         self,
         tensor: Tensor,
         value: int,
-        positions: Sequence[Position],
+        positions: tuple[Position, ...],
         flags: int,
         *,
         alone: bool,
@@ -59,91 +92,98 @@ class SampleRows:
             flags: As in the table `axes`.
             alone: It has no fingerprint of its own, so a batch of one needs a record, too.
         """
+        key = (positions, tensor.shape)
+        cut = self._cuts.get(key)
+        if cut is None:
+            if len(self._cuts) >= _MAX_SHAPES:
+                self._cuts.clear()
+            cut = self._cuts[key] = self._cut(positions, tensor.shape)
+        self._axes.append((value, flags, cut.batch, cut.length))
+        if cut.outer:
+            self._add_batch(tensor, value, cut.outer)
+        elif cut.factors is not None and (cut.padded or alone):
+            self._add_parts(tensor, value, cut.factors)
+
+    def _cut(self, positions: Sequence[Position], shape: Sequence[int]) -> Cut:
         batch = [p for p in positions if p.axis == BATCH]
-        lengths = [p for p in positions if p.axis != BATCH]
-        self._axes.append(
-            (
-                value,
-                flags,
-                tuple(n for p in batch for n in (p.dim, p.outer, p.inner)),
-                tuple(n for p in lengths for n in (p.dim, p.outer, p.inner, p.axis)),
-            )
-        )
-        if len(batch) > 1 or not positions or not tensor.numel():
-            return
+        lengths = [p for p in positions if p.axis > BATCH]
         padded = any(
             self._lengths[p.axis].is_padded(sample) for p in lengths for sample in range(self._size)
         )
-        if padded or not batch:
-            if padded or alone:
-                self._add_parts(tensor, value, positions)
-        else:
-            self._add_batch(tensor, value, batch[0])
+        outer, factors = 0, None
+        if len(batch) == 1 and not padded:
+            outer = outer_inner(shape, batch[0])[0]
+        elif len(batch) < 2 and lengths:
+            factors = factor(shape, [*batch, *lengths])
+        return Cut(
+            tuple(n for p in batch for n in (p.dim, p.outer, p.inner)),
+            tuple(n for p in lengths for n in (p.dim, p.outer, p.inner, p.axis)),
+            outer,
+            padded,
+            factors,
+        )
 
-    def _add_batch(self, tensor: Tensor, value: int, position: Position) -> None:
+    def _add_batch(self, tensor: Tensor, value: int, outer: int) -> None:
         """All samples at once, where nothing is padded."""
         ready, kind = self._ready(tensor)
-        outer, inner = outer_inner(tensor.shape, position)
-        # an element may be several components
-        components = ready.numel() // (outer * self._size)
-        if components % inner:
-            return  # several elements share a byte, and this sample begins inside one
-        rows = np.empty(self._size, self._engine.ROW)
-        self._engine.put_batch(
-            rows.ctypes.data, ready.data_ptr(), outer, self._size, components, kind, value
-        )
-        self._append(rows[:MOST_SAMPLES])
-
-    def _add_parts(self, tensor: Tensor, value: int, positions: Sequence[Position]) -> None:
-        """Sample by sample, its valid part only."""
-        factors = factor(tensor.shape, positions)
-        if factors is None:
+        # an element may be several components, or several elements one
+        inner, rest = divmod(ready.numel(), outer * self._size)
+        if rest:
             return
+        with self._lock:
+            self._engine.put_batch(
+                self._row(self._size), ready.data_ptr(), outer, self._size, inner, kind, value
+            )
+            self._used += self._recorded
+
+    def _add_parts(self, tensor: Tensor, value: int, factors: Sequence[Factor]) -> None:
+        """Sample by sample, its valid part only."""
         ready, kind = self._ready(tensor)
         if ready.numel() % tensor.numel():
             return
         data = _memory(ready)
-        rows = np.empty(min(self._size, MOST_SAMPLES), self._engine.ROW)
-        count = 0
-        for sample in range(len(rows)):
-            if self._add_part(rows[count : count + 1], data, factors, sample, kind, value):
-                count += 1
-        self._append(rows[:count])
+        with self._lock:
+            for sample in range(self._recorded):
+                part = valid_part(data, factors, sample, self._lengths.known)
+                if part is None:
+                    continue
+                part = np.ascontiguousarray(part)
+                put = self._engine.put if part.size < self._engine.LARGE else self._engine.put_large
+                put(self._row(1), part.ctypes.data, part.size, kind, value)
+                self._rows[self._used].view(self._engine.ROW)["item"] = sample
+                self._used += 1
 
-    def _add_part(
-        self, row: Any, data: Any, factors: Sequence[Factor], sample: int, kind: int, value: int
-    ) -> bool:
-        part = valid_part(data, factors, sample, self._lengths.known)
-        if part is None:
-            return False
-        part = np.ascontiguousarray(part)
-        put = self._engine.put if part.size < self._engine.LARGE else self._engine.put_large
-        put(row.ctypes.data, part.ctypes.data, part.size, kind, value)
-        row["item"] = sample
-        return True
+    def _row(self, count: int) -> int:
+        """The address of the next rows."""
+        if self._used + count > len(self._rows):  # an op with many outputs
+            self._full.append(self._rows[: self._used].copy())
+            self._used = 0
+        return self._at + self._used * self._engine.ROW_BYTES
 
     def _ready(self, tensor: Tensor) -> tuple[Tensor, int]:
-        ready = self._engine.plain(tensor)
-        return ready, self._engine.kinds[ready.dtype]
-
-    def _append(self, rows: Any) -> None:
-        if len(rows):
-            self._samples.append(rows)
-            self.bytes += rows.nbytes
+        kind = self._engine.kinds.get(tensor.dtype)
+        if (
+            kind is None
+            or not tensor.is_cpu
+            or not tensor.is_contiguous()
+            or tensor.is_neg()
+            or not tensor.data_ptr()
+        ):
+            tensor = self._engine.plain(tensor)
+            kind = self._engine.kinds[tensor.dtype]
+        return tensor, kind
 
     def write(self, writer: TraceWriter) -> None:
         """Append what waits to the trace; the caller holds the lock of the writer."""
-        samples, axes = _taken(self._samples), _taken(self._axes)
-        self.bytes = 0
-        if samples:
-            writer.append("samples", sample_columns(np.concatenate(samples)))
+        with self._lock:
+            rows = np.concatenate([*self._full, self._rows[: self._used]])
+            self._full, self._used = [], 0
+        axes = [self._axes.popleft() for _ in range(len(self._axes))]
+        if len(rows):
+            writer.append("samples", sample_columns(rows.reshape(-1).view(self._engine.ROW)))
         if axes:
             values, flags, batch, length = zip(*axes, strict=True)
             writer.append("axes", [values, flags, int_list_column(batch), int_list_column(length)])
-
-
-def _taken(rows: deque[Any]) -> list[Any]:
-    return [rows.popleft() for _ in range(len(rows))]
 
 
 def _memory(ready: Tensor) -> Any:

@@ -22,11 +22,12 @@ from opdrift.batches.operands import (
     results,
     tensors,
 )
-from opdrift.batches.rows import FULL_BYTES, SampleRows
+from opdrift.batches.rows import SampleRows
 from opdrift.batches.rules import base_name, plain_name, rule_for
 from opdrift.batches.seeds import Input, Seed, find_seeds
 from opdrift.batches.tracks import LOST, Track, Tracks, track_of
 from opdrift.neutral import written_tensors
+from opdrift.storages import key_of
 from opdrift.tracefile.axes import BATCH, LENGTH_UNKNOWN, UNKNOWN, Extents, Position, Step
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ class Batches:
     @property
     def is_full(self) -> bool:
         """Whether so many rows wait that they should be written."""
-        return self._rows.bytes >= FULL_BYTES
+        return self._rows.is_full
 
     def write(self, writer: TraceWriter) -> None:
         """Append what waits to the trace."""
@@ -243,13 +244,15 @@ class Batches:
         """Record what an op lined up with the batch, or with a padded length, without its carrying one."""
         if type(tensor) is Parameter or not has_storage(tensor):
             return
-        state, value = self._present(tensor)
-        if state is None or not value:
+        state = self._state(tensor)
+        entry = None if state is None else state.values.get(key_of(tensor))
+        if state is None or entry is None or entry[0] in self._learned:
             return
-        if value in self._learned or not state.may_be_read(tensor):
+        if not state.may_be_read(tensor):
             return
         if len(self._learned) >= _MAX_LEARNED:
             self._learned.clear()
+        value = entry[0]
         self._learned[value] = None
         track = self._tracks.of(tensor)
         flags = 0 if track is None else self._tracks.located(track, tensor)[1]
@@ -260,19 +263,16 @@ class Batches:
         """Record the samples of those tensors that were fingerprinted since the last time."""
         for tensor in given:
             known = self._tracks.known(tensor)
-            if known is None or known.track is None or not known.track.carries:
+            if known is None or known.track is None or not known.carries:
                 continue
-            state, value = self._present(tensor)
-            if state is not None and value == state.hashed != known.recorded:
-                known.recorded = value
+            state = self._state(tensor)
+            if state is None or state.hashed == known.recorded:
+                continue
+            entry = state.values.get(key_of(tensor))
+            if entry is not None and entry[0] == state.hashed:
+                known.recorded = entry[0]
                 positions, flags = self._tracks.located(known.track, tensor)
-                followed = [p for p in positions if p.axis != COUNT]
-                self._rows.add(tensor, value, followed, flags, alone=False)
+                self._rows.add(tensor, entry[0], positions, flags, alone=False)
 
-    def _present(self, tensor: Tensor) -> tuple[StorageState | None, int]:
-        """What is known of a tensor's storage, and the id of its present content, 0 if it has none."""
-        found = self._values.value_of(tensor)
-        if found is None:
-            return None, 0
-        state, entry = found
-        return state, 0 if entry is None else entry[0]
+    def _state(self, tensor: Tensor) -> StorageState | None:
+        return getattr(tensor.untyped_storage(), self._values.key, None)

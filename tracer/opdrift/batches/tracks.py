@@ -40,10 +40,11 @@ LOST: Final = Track((), UNKNOWN | LENGTH_UNKNOWN)
 class Known:
     """What hangs on a storage: its track, and the value of it that was recorded last."""
 
-    __slots__ = ("recorded", "track")
+    __slots__ = ("carries", "recorded", "track")
 
     def __init__(self, track: Track) -> None:
         self.track: Track | None = track
+        self.carries = track.carries
         self.recorded = 0
 
 
@@ -76,6 +77,7 @@ class Tracks:
         is_empty = not track.steps and not track.flags
         if known is not None:
             known.track = None if is_empty else track
+            known.carries = track.carries
         elif not is_empty:
             setattr(tensor.untyped_storage(), self._key, Known(track))
 
