@@ -28,7 +28,7 @@ LAYERS: tuple[tuple[int, str, str], ...] = (
         "batches buffers environment fingerprint imports memory neutral plans randomness scopes sources spool storages values",
     ),
     (3, RECORDING, "mode naming options recorder"),
-    (2, READING, "align contents tokens"),
+    (2, READING, "align contents layouts tokens"),
     (3, READING, "bounds case compare flow leaves pairs picks provenance samples settings sinks"),
     (4, READING, "causes findings origins receivers sizes"),
     (5, READING, "diagnose"),

@@ -688,11 +688,12 @@ def a_thread_writes_too_late() -> Pair:
             self.register_buffer("scale", torch.ones(8))
 
         def forward(self, x: Tensor, late: bool) -> Tensor:
+            h = x.sin()
             thread = threading.Thread(target=lambda: self.scale.data.fill_(2.0))
             if not late:
                 thread.start()
                 thread.join()
-            return x * self.scale
+            return h * self.scale
 
     models = twins(Scaled)
     return Pair(

@@ -7,17 +7,14 @@ view ops that led to it. What was written piece by piece is known by its pieces.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from opdrift.records import TensorMeta
-from opdrift.tokens import OpTokens, Words, counted_inputs, mix, op_tokens, word
+from opdrift.layouts import Layouts
+from opdrift.tokens import OpTokens, Words, counted_inputs, mix, word
 from opdrift.tracefile.reader import Ints, Trace
 
 Flags = npt.NDArray[np.bool_]
@@ -46,28 +43,14 @@ class States:
     base: Ints
 
 
-def _span(meta: TensorMeta) -> int:
-    if math.prod(meta.shape) == 0:
-        return 0
-    return 1 + sum((n - 1) * abs(s) for n, s in zip(meta.shape, meta.stride, strict=False))
-
-
-def _is_row_major(meta: TensorMeta) -> bool:
-    step = 1
-    for size, stride in zip(reversed(meta.shape), reversed(meta.stride), strict=False):
-        if size != 1 and stride != step:
-            return False
-        step *= size
-    return True
-
-
 class Contents:
     """Columns over the values of one trace; `trace` and `tokens` are those they were made of."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
-        self.tokens: OpTokens = op_tokens(trace)
-        self.states = _states(trace, self.tokens)
+        self.tokens: OpTokens = OpTokens(trace)
+        self.states = _states(trace)
+        self.layouts = Layouts(trace)
 
     @cached_property
     def counted(self) -> Flags:
@@ -105,13 +88,13 @@ class Contents:
         return bool(self._same_order(np.array([base]), np.array([value]))[0])
 
     def _same_order(self, base: Ints, value: Ints) -> Flags:
-        offset = self.trace.values.offset
+        offset, layouts = self.trace.values.offset, self.layouts
         same: Flags = (
             (offset[base] == offset[value])
-            & (self.size[base] == self.size[value])
-            & (self.layout[base] == self.layout[value])
-            & self.row_major[base]
-            & self.row_major[value]
+            & (layouts.size[base] == layouts.size[value])
+            & (layouts.dtype[base] == layouts.dtype[value])
+            & layouts.row_major[base]
+            & layouts.row_major[value]
         )
         return same
 
@@ -150,43 +133,27 @@ class Contents:
         return found
 
     @cached_property
-    def size(self) -> Ints:
-        """Number of elements of each value."""
-        return self._per_layout(lambda meta: math.prod(meta.shape), np.int64)
-
-    @cached_property
-    def layout(self) -> Words:
-        """The dtype of each value as a word.
-
-        Shapes, strides and devices do not count: a digest is that of the elements in row-major order,
-        and an op to which the shape matters shows it in its own result.
-        """
-        return self._per_layout(lambda meta: word(meta.dtype), np.uint64)
-
-    @cached_property
-    def row_major(self) -> Flags:
-        """Whether each value lies in memory in the order of its elements, without gaps."""
-        return self._per_layout(_is_row_major, np.bool_)
-
-    @cached_property
     def by_place(self) -> Words:
-        """Content words from digests and places in memory; 0 where nothing is known."""
-        values, fingerprints = self.trace.values, self.trace.fingerprints
+        """Content words from digests and places in memory; 0 where nothing is known.
+
+        Shapes, strides and devices are no part of a content: a digest is that of the elements in row-major
+        order, and an op to which the shape matters shows it in its own result.
+        """
+        values, layouts = self.trace.values, self.layouts
         found = np.zeros(len(values.storage), np.uint64)
         known = np.flatnonzero(values.fingerprint >= 0)
-        found[known] = mix(self._digest(known), self.layout[known])
+        found[known] = mix(self._digest(known), layouts.dtype[known])
         base = np.where(self.states.of >= 0, self.states.base[self.states.of], -1)
         rest = np.flatnonzero((values.fingerprint < 0) & (base >= 0))
         same = self._same_order(base[rest], rest)
-        found[rest[same]] = mix(self._digest(base[rest[same]]), self.layout[rest[same]])
+        found[rest[same]] = mix(self._digest(base[rest[same]]), layouts.dtype[rest[same]])
         rest = rest[~same]
         covered = rest[self._covers(base[rest], rest)]
         inside = base[covered]
         shift = (values.offset[covered] - values.offset[inside]).astype(np.uint64)
-        where = mix(mix(self._geometry[inside], self._geometry[covered]), shift)
+        where = mix(mix(layouts.geometry[inside], layouts.geometry[covered]), shift)
         found[covered] = mix(self._digest(inside), where)
         self._piecewise(found)
-        assert len(fingerprints) >= len(known)
         return found
 
     @cached_property
@@ -209,48 +176,26 @@ class Contents:
         return found
 
     @cached_property
-    def _geometry(self) -> Words:
-        """Shape, stride and dtype of each value as a word."""
-        return self._per_layout(
-            lambda meta: word(f"{meta.dtype}{meta.shape}{meta.stride}"), np.uint64
-        )
-
-    def _per_layout(
-        self, of: Callable[[TensorMeta], object], dtype: type[np.generic]
-    ) -> npt.NDArray[Any]:
-        """A column over the values of what is asked of each value's layout; zero for "none"."""
-        used, inverse = np.unique(self.trace.values.meta, return_inverse=True)
-        answers = [of(self.trace.meta_of(int(m))) if m else 0 for m in used]
-        return np.array(answers, dtype)[inverse]
-
-    @cached_property
-    def _span(self) -> Ints:
-        """How many elements of memory each value reaches over."""
-        return self._per_layout(_span, np.int64)
-
-    @cached_property
-    def _dense(self) -> Flags:
-        """Whether each value uses each element that it reaches over exactly once."""
-        found: Flags = self._span == self.size
-        return found
-
-    @cached_property
     def whole(self) -> Flags:
         """Whether each value takes up all of its storage that was ever seen."""
         offset = self.trace.values.offset
         _, storage = np.unique(self.trace.values.storage, return_inverse=True)
         end = np.zeros(int(storage.max(initial=0)) + 1, np.int64)
-        np.maximum.at(end, storage, offset + self._span)
-        found: Flags = self._dense & (offset == 0) & (self._span == end[storage])
+        everything = np.arange(len(offset))
+        span = self.layouts.span[everything]
+        np.maximum.at(end, storage, offset + span)
+        found: Flags = self.layouts.dense[everything] & (offset == 0) & (span == end[storage])
         return found
 
     def _covers(self, outer: Ints, inner: Ints) -> Flags:
         """Whether the memory of `outer` surely includes that of `inner` (values of one storage)."""
-        offset, span = self.trace.values.offset, self._span
+        offset, layouts = self.trace.values.offset, self.layouts
         inside = (offset[outer] <= offset[inner]) & (
-            offset[inner] + span[inner] <= offset[outer] + span[outer]
+            offset[inner] + layouts.span[inner] <= offset[outer] + layouts.span[outer]
         )
-        found: Flags = inside & self._dense[outer] & (self.layout[outer] == self.layout[inner])
+        found: Flags = (
+            inside & layouts.dense[outer] & (layouts.dtype[outer] == layouts.dtype[inner])
+        )
         return found
 
     def _digest(self, values: Ints) -> Words:
@@ -274,7 +219,7 @@ class Contents:
             chain = chains.word(int(self.states.of[value]))
             if chain:
                 place = np.array([self.trace.values.offset[value]], np.uint64)
-                what = mix(self._geometry[value : value + 1], place)
+                what = mix(self.layouts.geometry[np.array([value])], place)
                 found[value] = mix(np.array([chain], np.uint64), what)[0]
 
 
@@ -321,7 +266,7 @@ class _Chains:
         return before
 
 
-def _states(trace: Trace, tokens: OpTokens) -> States:
+def _states(trace: Trace) -> States:
     """Number the (storage, write count) pairs and find out who wrote them."""
     values, ops = trace.values, trace.ops
     key = (values.storage << 32) | values.write
@@ -344,5 +289,4 @@ def _states(trace: Trace, tokens: OpTokens) -> States:
     known = np.flatnonzero(values.fingerprint >= 0)
     order = known[np.argsort(trace.fingerprints.n[values.fingerprint[known]], kind="stable")]
     base[of[order]] = order
-    assert len(tokens.full) == len(ops)
     return States(of, writer, before, first_read, base)

@@ -14,6 +14,8 @@ from opdrift.tracefile.reader import Ints
 
 #: Ops whose result leaves the tensors: a Python number that steers the program, or another rank.
 _STEERING: Final = frozenset(["_local_scalar_dense", "is_nonzero", "equal", "item"])
+#: Ops whose inputs and outputs are held as lists at a time.
+_BLOCK: Final = 1 << 15
 #: A walk back through unpaired ops stops after this many.
 _WALK: Final = 20_000
 
@@ -35,11 +37,9 @@ def steering_ops(contents: Contents) -> list[int]:
 def reaching(contents: Contents, values: Iterable[int], ops: Iterable[int] = ()) -> bytearray:
     """Which ops have a part in the given values, or in the given ops; one byte an op."""
     trace, states = contents.trace, contents.states
-    of, writer, before = states.of.tolist(), states.writer.tolist(), states.before.tolist()
-    whole = contents.whole.tolist()
-    ins, in_at = trace.ops.inputs.values.tolist(), trace.ops.inputs.offsets.tolist()
-    outs, out_at = trace.ops.outputs.values.tolist(), trace.ops.outputs.offsets.tolist()
-    counted = contents.counted.tolist()
+    # views of the columns, not lists of them: a list of a million numbers takes four times the memory
+    of, writer, before = _numbers(states.of), _numbers(states.writer), _numbers(states.before)
+    whole = contents.whole.view(np.uint8).data
     live_value, live_state = bytearray(len(of)), bytearray(len(writer))
     live = bytearray(len(trace.ops))
     for value in values:
@@ -47,26 +47,55 @@ def reaching(contents: Contents, values: Iterable[int], ops: Iterable[int] = ())
         live_state[of[value]] = 1
     for op in ops:
         live[op] = 1
-    for op in range(len(live) - 1, -1, -1):
-        is_live = live[op]
-        for value in outs[out_at[op] : out_at[op + 1]]:
-            state = of[value]
-            if writer[state] != op:
-                is_live = is_live or live_value[value]
-            elif live_state[state]:
-                is_live = 1
-                # a write into a part leaves the rest as it was
-                if not whole[value] and before[state] >= 0:
-                    live_state[before[state]] = 1
-        if not is_live:
-            continue
-        live[op] = 1
-        for place in range(in_at[op], in_at[op + 1]):
-            if counted[place]:
-                value = ins[place]
+    for start in range((len(live) - 1) // _BLOCK * _BLOCK, -1, -_BLOCK):
+        block = _Block(contents, start, min(start + _BLOCK, len(live)))
+        for op in range(block.end - 1, start - 1, -1):
+            is_live = live[op]
+            for value in block.outputs(op):
+                state = of[value]
+                if writer[state] != op:
+                    is_live = is_live or live_value[value]
+                elif live_state[state]:
+                    is_live = 1
+                    # a write into a part leaves the rest as it was
+                    if not whole[value] and before[state] >= 0:
+                        live_state[before[state]] = 1
+            if not is_live:
+                continue
+            live[op] = 1
+            for value in block.inputs(op):
                 live_value[value] = 1
                 live_state[of[value]] = 1
     return live
+
+
+def _numbers(column: Ints) -> memoryview[int]:
+    return np.ascontiguousarray(column).data.cast("B").cast("q")
+
+
+class _Block:
+    """Inputs that count and outputs of a stretch of ops, as lists."""
+
+    def __init__(self, contents: Contents, start: int, end: int) -> None:
+        ops = contents.trace.ops
+        self.end = end
+        self._start = start
+        first, last = int(ops.inputs.offsets[start]), int(ops.inputs.offsets[end])
+        counted = contents.counted[first:last]
+        kept = np.concatenate([np.zeros(1, np.int64), np.cumsum(counted)])
+        self._ins: list[int] = ops.inputs.values[first:last][counted].tolist()
+        self._in_at: list[int] = kept[ops.inputs.offsets[start : end + 1] - first].tolist()
+        first = int(ops.outputs.offsets[start])
+        self._outs: list[int] = ops.outputs.values[first : int(ops.outputs.offsets[end])].tolist()
+        self._out_at: list[int] = (ops.outputs.offsets[start : end + 1] - first).tolist()
+
+    def inputs(self, op: int) -> list[int]:
+        k = op - self._start
+        return self._ins[self._in_at[k] : self._in_at[k + 1]]
+
+    def outputs(self, op: int) -> list[int]:
+        k = op - self._start
+        return self._outs[self._out_at[k] : self._out_at[k + 1]]
 
 
 def unread(contents: Contents) -> list[int]:

@@ -130,7 +130,7 @@ class LeafTable:
             owner = leaf.name.rpartition(".")[0]
             inside = module == owner or module.startswith(f"{owner}.") or not owner
             exact = leaf.value == value
-            size = int(self._contents.size[leaf.value])
+            size = int(self._contents.layouts.size.at(leaf.value))
             return (not leaf.name, -len(owner) if inside else 1, -int(exact), size, leaf.seq)
 
         return min(rows, key=rank)

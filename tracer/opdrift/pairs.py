@@ -136,8 +136,8 @@ class Compared:
     def _explains(self, makers: Ints) -> Flags:
         """Per pair: whether a difference that it hands on is accounted for at it or before it."""
         i = self.pairing.left
-        view = self.left.tokens.view[i]
-        found = self.tainted & ~self.left.tokens.factory[i] & ~view
+        view: Flags = self.left.tokens.view[i]
+        found: Flags = self.tainted & ~self.left.tokens.factory[i] & ~view
         through = np.flatnonzero(view[self.inputs.pair] & self.input_differs & (makers >= 0))
         for _ in range(_DEEPEST):
             more = through[found[makers[through]]]

@@ -168,7 +168,7 @@ class OneSample:
     def _digests(self, prints: FingerprintColumns, rows: Ints, values: Ints) -> Words:
         size = prints.n[rows].astype(np.uint64) << np.uint64(8)
         digest = mix(prints.raw[rows], size | prints.code[rows].astype(np.uint64))
-        return mix(digest, self.contents.layout[values])
+        return mix(digest, self.contents.layouts.dtype[values])
 
 
 def pair(

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from opdrift.records import Argument, OpInfo, Signature, TensorArgument
-from opdrift.tracefile.reader import Trace
+from opdrift.tracefile.reader import Ints, Trace
 
 Words = npt.NDArray[np.uint64]
 
@@ -186,48 +187,53 @@ def _plain(argument: Argument) -> object:
     return argument if not isinstance(argument, TensorArgument) else _layout(argument)
 
 
-@dataclass(frozen=True, slots=True)
+class Column:
+    """What is known of each op's signature, looked up by op index."""
+
+    def __init__(
+        self, signatures: Ints, answers: Mapping[int, object], dtype: type[np.generic]
+    ) -> None:
+        self._signatures = signatures
+        self._answers = np.zeros(max(answers, default=0) + 1, dtype)
+        for signature, answer in answers.items():
+            self._answers[signature] = answer
+
+    def __getitem__(self, ops: Any) -> Any:
+        return self._answers[self._signatures[ops]]
+
+    @property
+    def all(self) -> npt.NDArray[Any]:
+        """The answers for every op."""
+        found: npt.NDArray[Any] = self._answers[self._signatures]
+        return found
+
+
 class OpTokens:
-    """The tokens of every op of a trace, as columns, and the table of its signatures."""
+    """The tokens of every op of a trace; ops are many and signatures few, so only those are kept.
 
-    table: dict[int, SignatureTokens]
-    full: Words
-    shape: Words
-    name: Words
-    family: Words
-    settings: Words
-    slots: Words
-    view: npt.NDArray[np.bool_]
-    uninitialised: npt.NDArray[np.bool_]
-    factory: npt.NDArray[np.bool_]
-    seeded: npt.NDArray[np.bool_]
+    Attributes:
+        table: The tokens of each signature.
+    """
 
+    def __init__(self, trace: Trace) -> None:
+        used = np.unique(trace.ops.signature).tolist()
+        self.table = {s: tokens_of(trace.signature(s)) for s in used}
+        self._signatures = trace.ops.signature
+        self.full = self._column(lambda t: t.full)
+        self.shape = self._column(lambda t: t.shape)
+        self.name = self._column(lambda t: t.name)
+        self.family = self._column(lambda t: t.family)
+        self.settings = self._column(lambda t: t.settings)
+        self.slots = self._column(lambda t: word("|".join(t.slots)))
+        self.view = self._column(lambda t: t.view, np.bool_)
+        self.uninitialised = self._column(lambda t: t.uninitialised, np.bool_)
+        self.factory = self._column(lambda t: t.factory, np.bool_)
+        self.seeded = self._column(lambda t: t.seeded, np.bool_)
 
-def op_tokens(trace: Trace) -> OpTokens:
-    """Tokens of all ops of a trace."""
-    used, inverse = np.unique(trace.ops.signature, return_inverse=True)
-    table = {int(s): tokens_of(trace.signature(int(s))) for s in used}
-    ordered = [table[int(s)] for s in used]
-
-    def words(values: list[int]) -> Words:
-        return np.array(values, np.uint64)[inverse]
-
-    def bits(values: list[bool]) -> npt.NDArray[np.bool_]:
-        return np.array(values, np.bool_)[inverse]
-
-    return OpTokens(
-        table=table,
-        full=words([t.full for t in ordered]),
-        shape=words([t.shape for t in ordered]),
-        name=words([t.name for t in ordered]),
-        family=words([t.family for t in ordered]),
-        settings=words([t.settings for t in ordered]),
-        slots=words([word("|".join(t.slots)) for t in ordered]),
-        view=bits([t.view for t in ordered]),
-        uninitialised=bits([t.uninitialised for t in ordered]),
-        factory=bits([t.factory for t in ordered]),
-        seeded=bits([t.seeded for t in ordered]),
-    )
+    def _column(
+        self, of: Callable[[SignatureTokens], object], dtype: type[np.generic] = np.uint64
+    ) -> Column:
+        return Column(self._signatures, {s: of(t) for s, t in self.table.items()}, dtype)
 
 
 def counted_inputs(trace: Trace, tokens: OpTokens) -> npt.NDArray[np.bool_]:

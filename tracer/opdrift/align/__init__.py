@@ -9,6 +9,7 @@ import numpy as np
 from opdrift.align.calls import CallTree, Maps, match_calls, rename, wrapper_prefix
 from opdrift.align.ops import Pairs, across_scopes, within_scopes
 from opdrift.contents import Contents
+from opdrift.tokens import mix
 from opdrift.tracefile.reader import Ints
 
 __all__ = ["Maps", "Pairing", "align"]
@@ -65,9 +66,11 @@ def align(left: Contents, right: Contents, *, maps: Maps = ()) -> Pairing:
     return Pairing(i[order], j[order], right_of, left_of, home, found.method, found.fallback_reason)
 
 
-def _rank(contents: Contents) -> tuple[int, bytes, bytes]:
-    ops = contents.trace.ops
-    return len(ops), contents.tokens.full.tobytes(), contents.by_place.tobytes()
+def _rank(contents: Contents) -> tuple[int, int, int]:
+    """A number of what a trace does and what came out, so that two different ones have an order."""
+    ops = np.arange(len(contents.trace.ops), dtype=np.uint64)
+    done = mix(contents.tokens.full.all, ops).sum() if len(ops) else 0
+    return len(ops), int(done), int(contents.by_place.sum())
 
 
 def _align(left: Contents, right: Contents, maps: list[tuple[str, str]]) -> Pairing:

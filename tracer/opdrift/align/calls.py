@@ -54,12 +54,12 @@ class CallTree:
     @cached_property
     def structure(self) -> list[int]:
         """A word for the ops with their layouts in each call and below."""
-        return self._subtree(self._contents.tokens.shape)
+        return self._subtree(self._contents.tokens.shape.all)
 
     @cached_property
     def names(self) -> list[int]:
         """A word for the names of the ops in each call and below."""
-        return self._subtree(self._contents.tokens.name)
+        return self._subtree(self._contents.tokens.name.all)
 
     @cached_property
     def values(self) -> list[int]:

@@ -76,7 +76,7 @@ def match(left: Words, right: Words, *, anchored: bool = False) -> Matches:
             left[window.left : window.left_end], right[window.right : window.right_end], anchored
         )
         if anchors is not None:
-            stack += _split(window, *anchors)
+            stack += _split(window, anchors[0], anchors[1])
         elif anchored:
             continue
         elif rows * columns <= SEARCHED_CELLS:
@@ -112,7 +112,7 @@ def _equal_start(a: Words, b: Words) -> int:
     return length
 
 
-def _anchors(a: Words, b: Words, single: bool) -> tuple[Ints, Ints, int] | None:
+def _anchors(a: Words, b: Words, single: bool) -> tuple[Ints, Ints] | None:
     """Positions of words, or runs of words, that occur once on each side, in an order both share."""
     for run in _RUNS[:1] if single else _RUNS:
         if min(len(a), len(b)) < run:
@@ -120,7 +120,7 @@ def _anchors(a: Words, b: Words, single: bool) -> tuple[Ints, Ints, int] | None:
         left, right = _unique_in_both(_runs(a, run), _runs(b, run))
         if len(left):
             keep = increasing(right)
-            return left[keep], right[keep], run
+            return left[keep], right[keep]
     return None
 
 
@@ -181,7 +181,7 @@ def _bisect(tails: list[int], value: int) -> int:
     return low
 
 
-def _split(window: Window, left: Ints, right: Ints, run: int) -> list[Window]:
+def _split(window: Window, left: Ints, right: Ints) -> list[Window]:
     """The windows between anchors; an anchor starts the window after it, where it is an equal end."""
     starts = [(window.left, window.right)]
     for i, j in zip((left + window.left).tolist(), (right + window.right).tolist(), strict=True):
@@ -189,7 +189,6 @@ def _split(window: Window, left: Ints, right: Ints, run: int) -> list[Window]:
         if i >= starts[-1][0] and j >= starts[-1][1]:
             starts.append((i, j))
     ends = [*starts[1:], (window.left_end, window.right_end)]
-    assert run >= 1
     return [
         Window(i, k, j, m) for (i, j), (k, m) in zip(starts, ends, strict=True) if k > i and m > j
     ]

@@ -252,15 +252,14 @@ def _later_writers(side: Side, value: int) -> list[int]:
 
 
 def _last_fingerprint(side: Side, value: int) -> Fingerprint | None:
-    """Of the last content of a leaf's storage that has the same layout."""
-    values = side.trace.values
-    same = (
+    """Of the last content of a leaf's storage that has the same place and size."""
+    values, sizes = side.trace.values, side.contents.layouts.size
+    same = np.flatnonzero(
         (values.storage == values.storage[value])
         & (values.offset == values.offset[value])
-        & (side.contents.size == side.contents.size[value])
         & (values.fingerprint >= 0)
     )
-    candidates = same.nonzero()[0]
+    candidates = same[sizes[same] == sizes.at(value)]
     if not len(candidates):
         return None
     return side.trace.fingerprint(int(candidates[values.write[candidates].argmax()]))

@@ -70,9 +70,7 @@ def _groups(side: Side, ops: Ints) -> tuple[UnpairedGroup, ...]:
     if not len(ops):
         return ()
     key = np.stack([side.trace.ops.signature[ops], side.home[ops]], axis=1)
-    _, first, inverse, counts = np.unique(
-        key, axis=0, return_index=True, return_inverse=True, return_counts=True
-    )
+    _, first, counts = np.unique(key, axis=0, return_index=True, return_counts=True)
     merged: dict[tuple[str, str], tuple[int, int]] = {}
     for start, count in zip(first.tolist(), counts.tolist(), strict=True):
         op = int(ops[start])
@@ -80,7 +78,6 @@ def _groups(side: Side, ops: Ints) -> tuple[UnpairedGroup, ...]:
         seen, seq = merged.get(name, (0, side.seq(op)))
         merged[name] = seen + count, min(seq, side.seq(op))
     groups = [UnpairedGroup(op, module, n, seq) for (op, module), (n, seq) in merged.items()]
-    assert inverse is not None
     return tuple(sorted(groups, key=lambda g: g.first_seq)[:_GROUPS])
 
 

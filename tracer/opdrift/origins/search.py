@@ -311,12 +311,12 @@ def random_draws(case: Case) -> Sides[list[int]]:
     return Sides(
         [
             int(i)
-            for i in np.flatnonzero(case.left.contents.tokens.seeded)
+            for i in np.flatnonzero(case.left.contents.tokens.seeded.all)
             if draws(case.left, int(i))
         ],
         [
             int(i)
-            for i in np.flatnonzero(case.right.contents.tokens.seeded)
+            for i in np.flatnonzero(case.right.contents.tokens.seeded.all)
             if draws(case.right, int(i))
         ],
     )
