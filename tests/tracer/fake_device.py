@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -127,3 +127,42 @@ class FakeKernel:
         if self.fail is not None:
             raise self.fail
         self._accelerator.memory().write(data, kind, batch, rows, at)
+
+
+class HostAccelerator:
+    """The host as a device that does everything at once, for `devices.Accelerator` and as its memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.capturing = False
+
+    def current(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def is_capturing(self) -> bool:
+        return self.capturing
+
+    def stream(self) -> int:
+        return 0
+
+    def memory(self) -> HostAccelerator:
+        return self
+
+    def make_rows(self, count: int) -> tuple[Tensor, Tensor]:
+        with torch._C._DisableTorchDispatch(), torch.inference_mode(mode=False):
+            words = torch.zeros(2, count, WORDS, dtype=torch.int64)
+        return words[0], words[1]
+
+    def copy(self, source: Tensor, target: Tensor, count: int) -> Done:
+        with torch._C._DisableTorchDispatch(), torch.no_grad():
+            target[:count].copy_(source[:count])
+        return Done()
+
+
+class Done:
+    """A copy that is done."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        """Nothing is under way."""

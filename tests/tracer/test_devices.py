@@ -99,6 +99,15 @@ def test_items_of_a_batch_are_given_in_elements(setup, dtype):
         assert_same(rows[item], ENGINE.fingerprint(tensor[:, item]))
 
 
+def test_items_that_begin_within_a_byte_are_refused(setup, monkeypatch):
+    """Four-bit elements of a quantised tensor, two a byte."""
+    monkeypatch.setattr(devices, "plain_on_device", lambda tensor: torch.ones(3, dtype=torch.uint8))
+    tensor = torch.ones(2, 3).t()
+
+    assert "share a byte" in setup.devices.put(tensor, 1, batch=(1, 2, 3))
+    assert setup.devices.put(tensor, 2) is None
+
+
 def test_a_batch_without_items_is_refused(setup):
     """There is nothing to wait for."""
     assert (
@@ -289,6 +298,15 @@ def test_a_device_that_lacks_even_the_torch_ops_is_read_through_the_host(setup):
     )
 
 
+def test_a_device_without_a_kernel_is_said_to_have_none(setup):
+    """Torch ops are there for any device, and slow."""
+    setup.makers[0] = devices._no_kernel
+    setup.devices.put(torch.ones(3), 1)
+
+    why = "NotImplementedError: no kernel was written for cpu"
+    assert setup.said == [("cpu", "torch ops", (why,))]
+
+
 def test_rows_that_are_lost_are_told(setup):
     """A device that failed, by the program's own doing perhaps, must not end the recording."""
     setup.devices.put(torch.ones(3), 1)
@@ -319,7 +337,8 @@ def test_triton_is_not_imported_before_a_device_needs_it():
 
 
 @pytest.mark.parametrize(
-    ("device", "names"), [("cuda:0", ["_make_triton", "TorchOps"]), ("xpu:0", ["TorchOps"])]
+    ("device", "names"),
+    [("cuda:0", ["_make_triton", "TorchOps"]), ("xpu:0", ["_no_kernel", "TorchOps"])],
 )
 def test_the_kernel_is_tried_where_triton_compiles_for(device, names):
     """CUDA and ROCm are both called cuda by torch."""

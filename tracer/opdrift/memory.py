@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from opdrift.fingerprint.accelerator import Accelerator
 from opdrift.neutral import Work, silent, written_tensors
 
 if TYPE_CHECKING:
@@ -92,15 +93,18 @@ class Unwritten:
         )
 
     def was_touched(self, storage: torch.UntypedStorage) -> bool:
-        """Whether something wrote it with no op that was seen: numpy, a kernel that is no op."""
-        return glimpse(storage) != self._glimpse
+        """Whether something wrote it with no op that was seen: numpy, a kernel that is no op.
+
+        True on a device: only waiting for it would tell, and kernels that are no ops are common there.
+        """
+        return storage.device.type != "cpu" or glimpse(storage) != self._glimpse
 
 
 class InFlight:
-    """A collective that still fills the storage; it must not be read before it is done.
+    """A collective or a copy that still fills the storage; it must not be read before it is done.
 
     Args:
-        work: The collective; None where nothing tells when it is done.
+        work: What tells when it is done; None where nothing tells when it is done.
         readable: Whether `is_completed()` means that the output may be read (not so for reduce_scatter on gloo).
     """
 
@@ -128,28 +132,48 @@ Special = Unwritten | InFlight | Generated
 
 
 def glimpse(storage: torch.UntypedStorage) -> bytes | None:
-    """A few bytes of a storage, spread over it; None if it has none that may be read now."""
-    size, device = storage.nbytes(), storage.device.type
-    if not size or device == "meta":
+    """A few bytes of a storage, spread over it; None if none can be had without waiting for a device."""
+    size = storage.nbytes()
+    if not size or storage.device.type != "cpu":
         return None
     step = max((size - _GLIMPSE_BYTES) // (_GLIMPSE_PLACES - 1), _GLIMPSE_BYTES)
     places = range(0, size, step)[:_GLIMPSE_PLACES]
-    if device == "cpu":
-        at = storage.data_ptr()
-        return b"".join(
-            ctypes.string_at(at + place, min(_GLIMPSE_BYTES, size - place)) for place in places
-        )
-    if device == "cuda" and torch.cuda.is_current_stream_capturing():
-        return None  # a copy to the host would spoil the graph
-    return copied_bytes(storage, places)
+    at = storage.data_ptr()
+    return b"".join(
+        ctypes.string_at(at + place, min(_GLIMPSE_BYTES, size - place)) for place in places
+    )
 
 
-def copied_bytes(storage: torch.UntypedStorage, places: Sequence[int]) -> bytes:
-    """The glimpse of a storage on another device."""
-    with silent(), torch._C.DisableTorchFunction(), torch.no_grad():
-        content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        pieces = [content[place : place + _GLIMPSE_BYTES] for place in places]
-        return torch.cat(pieces).cpu().numpy().tobytes()
+class Transfer:
+    """A copy from a device to the host that the program has not waited for.
+
+    Args:
+        device: Where it comes from; it was the last thing that its current stream was given.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._accelerator = Accelerator(device)
+        self._event = self._accelerator.mark()
+
+    def is_completed(self) -> bool:
+        """Whether it is done."""
+        if self._event is None or self._accelerator.is_capturing():
+            return False
+        return self._event.query()
+
+    def wait(self) -> None:
+        """Wait until it is done."""
+        if self._event is not None:
+            self._event.synchronize()
+
+
+def under_way(use: Use, target: Tensor) -> InFlight | None:
+    """What still fills memory of the host after a copy that was not waited for; None after any other."""
+    source = use.args[1] if use.plan.writes else use.args[0]
+    non_blocking = use.args[2] if len(use.args) > 2 else use.kwargs.get("non_blocking")
+    if non_blocking is not True or not target.is_cpu or source.is_cpu or source.is_meta:
+        return None
+    return InFlight(Transfer(source.device), readable=True)
 
 
 class Use(NamedTuple):

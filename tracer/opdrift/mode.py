@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opdrift.buffers import IDS, OP, OPS
-from opdrift.memory import InFlight, Use
+from opdrift.memory import InFlight, Use, under_way
 from opdrift.neutral import (
     DispatchKeys,
     has_complex,
@@ -42,6 +42,7 @@ from opdrift.records import (
     PENDING,
     RAISED,
     REREAD,
+    TRACER_FAILED,
     UNFINGERPRINTED,
 )
 from opdrift.values import PLAIN, Values
@@ -222,7 +223,7 @@ class RecordingMode(TorchDispatchMode):
             rng = digest_before(args, kwargs or _NO_ARGUMENTS) if plan.seeded else 0
         except Exception as error:
             self._failed(plan.name, error)
-            return run(plan, args, kwargs or _NO_ARGUMENTS, self._keys)
+            return self._unrecorded(t, Use(plan, args, kwargs or _NO_ARGUMENTS))
 
         repaired = None
         started = now()
@@ -236,55 +237,51 @@ class RecordingMode(TorchDispatchMode):
         except BaseException as error:
             repaired = numbers_as_tensors(plan, args, error)
             if repaired is None:
-                self._raised(
-                    t, plan, seq, started, number, rng, signature, source, phase, flags, inputs
-                )
+                place = (signature, t.call, source, t.index, phase, flags | RAISED)
+                row = (seq, started, now() - started, number, rng, *place)
+                self._cut_short(t, plan, row, inputs, [], 0)
                 raise
         if repaired is not None:  # outside the handler, so that an error of the op has no context
             out = run(plan, repaired, kwargs or _NO_ARGUMENTS, self._keys)
         ended = now()
 
+        outputs: list[int] = []
+        mutated = 0
         try:
-            outputs: list[int] = []
             if plan.collective:
                 use = Use(plan, args, kwargs or _NO_ARGUMENTS)
                 flags |= self._collective(t, use, out, outputs)
             elif plan.writes:
-                self._written(t, Use(plan, args, kwargs or _NO_ARGUMENTS), outputs)
+                use = Use(plan, args, kwargs or _NO_ARGUMENTS)
+                flags |= self._written(t, use, outputs)
             mutated = len(outputs)
             kind = type(out)
             if kind is Tensor:
-                if not plan.rebinds:
+                if plan.settled:
                     try:
                         values.output(t, out, outputs, plan)
                     except (RuntimeError, NotImplementedError):
                         self._parts(t, out, outputs, plan)
+                elif plan.copies:
+                    use = Use(plan, args, kwargs or _NO_ARGUMENTS)
+                    flags |= self._copied(t, use, out, outputs)
             elif kind is tuple or kind is list:
                 self._outputs(t, plan, out, outputs)
             elif plan.scalar or kind is float or kind is int or kind is bool:
                 self._write_mark(t, "scalar", {"value": encode(out)})
             elif kind is not type(None):
                 self._outputs(t, plan, (out,), outputs)
-            self._commit(
-                t,
-                seq,
-                started,
-                ended - started,
-                number,
-                rng,
-                signature,
-                source,
-                phase,
-                flags,
-                inputs,
-                outputs,
-                mutated,
-            )
+            place = (signature, t.call, source, t.index, phase, flags)
+            row = (seq, started, ended - started, number, rng, *place)
+            self._commit(t, row, inputs, outputs, mutated)
             t.clock = ended
             if ended > t.due:
                 self._flush(t)
         except Exception as error:
             self._failed(plan.name, error)
+            place = (signature, t.call, source, t.index, phase, flags | TRACER_FAILED)
+            row = (seq, started, ended - started, number, rng, *place)
+            self._cut_short(t, plan, row, inputs, outputs, mutated)
         return out
 
     # ---- rows ----------------------------------------------------------------------------------------
@@ -292,79 +289,45 @@ class RecordingMode(TorchDispatchMode):
     def _commit(
         self,
         t: ThreadBuffers,
-        seq: int,
-        started: int,
-        duration: int,
-        node: int,
-        rng: int,
-        signature: int,
-        source: int,
-        phase: int,
-        flags: int,
+        row: tuple[int, ...],
         inputs: list[int],
         outputs: list[int],
         mutated: int,
     ) -> None:
+        """Append a row, which is `buffers.OP` up to the flags, and its value ids."""
         ins, outs = len(inputs), len(outputs)
-        row = t.op_count
-        if row == OPS or t.id_count + ins + outs > IDS:
+        if t.op_count == OPS or t.id_count + ins + outs > IDS:
             self._flush(t)
-            row = t.op_count
             if ins + outs > IDS:
                 t.ids = bytearray(8 * (ins + outs))  # an op over more tensors than a buffer holds
         t.add_ids(inputs, outputs)
-        OP.pack_into(
-            t.ops,
-            row * OP.size,
-            seq,
-            started,
-            duration,
-            node,
-            rng,
-            signature,
-            t.call,
-            source,
-            t.index,
-            phase,
-            flags,
-            mutated,
-            ins,
-            outs,
-        )
-        t.op_count = row + 1
+        OP.pack_into(t.ops, t.op_count * OP.size, *row, mutated, ins, outs)
+        t.op_count += 1
 
-    def _raised(
+    def _cut_short(
         self,
         t: ThreadBuffers,
         plan: Plan,
-        seq: int,
-        started: int,
-        node: int,
-        rng: int,
-        signature: int,
-        source: int,
-        phase: int,
-        flags: int,
+        row: tuple[int, ...],
         inputs: list[int],
+        outputs: list[int],
+        mutated: int,
     ) -> None:
+        """Append the row of an op that raised, or at which the tracer failed."""
         try:
-            self._commit(
-                t,
-                seq,
-                started,
-                now() - started,
-                node,
-                rng,
-                signature,
-                source,
-                phase,
-                flags | RAISED,
-                inputs,
-                [],
-                0,
-            )
+            self._commit(t, row, inputs, outputs, mutated)
         except Exception as error:
             self._failed(plan.name, error)
+
+    def _unrecorded(self, t: ThreadBuffers, use: Use) -> Any:
+        """Run an op at which the tracer failed; what it writes is known to be other than it was."""
+        out = run(*use, self._keys)
+        if use.plan.writes:
+            try:
+                self._written(t, use, [])
+            except Exception as error:
+                self._failed(use.plan.name, error)
+        return out
 
     # ---- arguments -----------------------------------------------------------------------------------
 
@@ -463,7 +426,16 @@ class RecordingMode(TorchDispatchMode):
         for part in parts(out):
             self._values.output(t, part, outputs, plan)
 
-    def _written(self, t: ThreadBuffers, use: Use, outputs: list[int]) -> None:
+    def _copied(self, t: ThreadBuffers, use: Use, out: Tensor, outputs: list[int]) -> int:
+        """What a copy returned, which may not have arrived yet if it comes from a device."""
+        in_flight = None if use.plan.writes else under_way(use, out)
+        if in_flight is not None:
+            self._values.arriving(t, out, outputs, in_flight)
+            return PENDING | UNFINGERPRINTED
+        self._outputs(t, use.plan, (out,), outputs)
+        return 0
+
+    def _written(self, t: ThreadBuffers, use: Use, outputs: list[int]) -> int:
         strided: list[Tensor] = []
         for tensor in written_tensors(*use):
             try:
@@ -472,7 +444,9 @@ class RecordingMode(TorchDispatchMode):
                 strided.append(tensor)
             except (RuntimeError, NotImplementedError):
                 strided.extend(parts(tensor))
-        self._values.written(t, strided, outputs, use=use)
+        in_flight = under_way(use, strided[0]) if use.plan.copies and strided else None
+        self._values.written(t, strided, outputs, use=use, in_flight=in_flight)
+        return 0 if in_flight is None else PENDING | UNFINGERPRINTED
 
     def _collective(self, t: ThreadBuffers, use: Use, out: Any, outputs: list[int]) -> int:
         """A collective's output is not there when the mode regains control (H1).

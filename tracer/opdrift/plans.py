@@ -109,6 +109,8 @@ LAYOUT_ONLY: Final = frozenset(
         "sym_size",
     }
 )
+#: These copy between devices, and with `non_blocking` they return before the copy is done.
+COPYING: Final = frozenset({"aten::_to_copy", "aten::copy_"})
 #: Collectives whose output another thread fills; only `wait` says when (notes: integrity I1).
 NEVER_WAIT: Final = frozenset({"c10d::send", "c10d::recv_", "c10d::recv_any_source_"})
 
@@ -124,6 +126,8 @@ class Plan:
         fresh: It hands out memory that nothing has written.
         deferred: What it returns is filled later (functional collectives).
         rebinds: It changes a tensor's memory, not its content.
+        copies: It may copy from a device to the host without waiting.
+        settled: What it returns is content, and there once it has returned.
         reads: It reads the content of its tensor arguments, but for those it `overwrites` or `scatters` into.
         overwrites: It writes into arguments without reading them.
         scatters: It writes a part of its first argument that another argument names, without reading it.
@@ -144,6 +148,7 @@ class Plan:
         "call",
         "collective",
         "composite",
+        "copies",
         "deferred",
         "fresh",
         "func",
@@ -158,6 +163,7 @@ class Plan:
         "scalar",
         "scatters",
         "seeded",
+        "settled",
         "waits",
         "writes",
     )
@@ -169,17 +175,19 @@ class Plan:
         # `_op` skips OpOverload.__call__, a Python frame; c10d ops and higher-order ops have none that fits
         self.call: Callable[..., Any] = func._op if type(func) is OpOverload else func
         self.writes: tuple[tuple[int | None, str], ...] = ()
-        self.quiet = self.fresh = self.rebinds = self.seeded = False
+        self.quiet = self.fresh = self.rebinds = self.seeded = self.copies = False
         self.collective = self.waits = self.lists_written = self.composite = self.scalar = False
         self.async_index: int | None = None
         self.repair = self.overwrites = self.scatters = self.bumps = self.deferred = False
-        self.reads = True
+        self.reads = self.settled = True
         # c10d ops are TorchBindOpOverload, a subclass: an exact type test would lose their write table
         if not isinstance(func, OpOverload):
             return
         schema = func._schema
         space, base = schema.name.split("::")
         self.rebinds = base in REBINDING
+        self.copies = schema.name in COPYING
+        self.settled = not (self.rebinds or self.copies)
         self.writes = () if self.rebinds else _writes(schema)
         self.fresh = base in UNINITIALISED
         self.deferred = space == "_c10d_functional" and base != "wait_tensor"

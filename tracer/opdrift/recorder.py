@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from opdrift import environment
 from opdrift.errors import InvalidOptionError, RecorderStateError
+from opdrift.fingerprint.devices import Devices
 from opdrift.fingerprint.engine import load_engine
 from opdrift.imports import watch_imports
 from opdrift.mode import RecordingMode
@@ -123,6 +124,8 @@ class Recorder:
         self._failures: dict[tuple[str, str], int] = {}
         #: threads that called modules, and whose ops are not recorded
         self._unrecorded: set[int] = set()
+        #: devices without a kernel, as notes
+        self._slow_devices: list[str] = []
 
     # ---- life cycle ------------------------------------------------------------------------------------
 
@@ -153,6 +156,8 @@ class Recorder:
             self._writer, self._engine.ROW, failed=self._failed, stopped=self._stopped
         )
         self._owner = spool.thread()
+        self._devices = Devices(self._engine, say=self._fingerprinted_by, failed=self._failed)
+        spool.arrived = self._devices.take
         self._values = Values(
             f"_opdrift_{id(self):x}_{now():x}",
             self._engine,
@@ -160,6 +165,8 @@ class Recorder:
             write_leaf=spool.leaf,
             flush=spool.flush,
             integrity=self._options.integrity,
+            devices=self._devices,
+            thread=spool.thread,
         )
         spool.after_flush = self._values.prune
         self._naming = Naming(self._values, write_mark=spool.mark, write_leaf=spool.leaf)
@@ -246,6 +253,7 @@ class Recorder:
             return  # a child that was forked inside the `with`
         with silent():
             self._guarded("closing", self._name_rest)
+        self._spool.arrived = self._devices.finish
         self._spool.finish()
         self._spool.close(self._footer(error))
 
@@ -261,6 +269,21 @@ class Recorder:
             "notes": self._notes(),
         }
 
+    def _fingerprinted_by(self, device: str, by: str, why: Sequence[str]) -> None:
+        """What fingerprints a device's tensors was found out, or has changed."""
+        fields = {"device": device, "by": by, "why": list(why)}
+        self._spool.mark(self._spool.thread(), "fingerprints", fields)
+        if why:
+            self._slow_devices.append(
+                f"{device} was fingerprinted by {by} instead of a kernel: {'; '.join(why)}"
+            )
+            log.warning(
+                "opdrift fingerprints %s by %s, which is far slower than its kernel: %s. The run is not affected.",
+                device,
+                by,
+                "; ".join(why),
+            )
+
     def _stopped(self) -> None:
         self._mode.recording = False
 
@@ -269,6 +292,7 @@ class Recorder:
             f"{count} contents were not fingerprinted: {reason}"
             for reason, count in self._values.skipped.items()
         ]
+        notes += self._slow_devices
         if self._unrecorded:
             notes.append(
                 f"{len(self._unrecorded)} other threads called modules: their ops are not in this trace,"
@@ -363,7 +387,12 @@ class Recorder:
         with silent():
             if self._engine.can_fingerprint(tensor) is not None:
                 return None
-            row = self._engine.fingerprint(tensor)
+            if self._values.is_elsewhere(tensor):
+                row = self._devices.now(tensor)
+            else:
+                row = self._engine.fingerprint(tensor)
+            if row is None:
+                return None
             return Digest(int(row["raw"]), int(row["n"]), int(row["code"]))
 
     def clean_path(self, module: Module) -> str | None:

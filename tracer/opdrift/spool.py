@@ -8,15 +8,18 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter_ns as now
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
 from opdrift.buffers import ThreadBuffers
 from opdrift.neutral import silent
+from opdrift.tracefile.writer import fingerprint_columns
 
 if TYPE_CHECKING:
-    import numpy as np
+    import numpy.typing as npt
 
     from opdrift.tracefile.writer import TraceWriter
 
@@ -50,6 +53,8 @@ class Spool:
         self._fingerprint_row = fingerprint_row
         self._failed = failed
         self._stopped = stopped
+        #: called by a flush of the current thread's rows, before its lock is taken: fingerprints of devices
+        self.arrived: Callable[[], Sequence[npt.NDArray[np.void]]] = tuple
         #: called after each flush, under its lock
         self.after_flush: Callable[[], None] = lambda: None
         #: whether anything is still written
@@ -62,6 +67,7 @@ class Spool:
         self._names: deque[tuple[str, int, str]] = deque()
         self._leaves: deque[tuple[str, str, str, int, int, int]] = deque()
         self._marks: deque[tuple[int, int, str, int, int, str]] = deque()
+        self._fingerprints: deque[npt.NDArray[np.void]] = deque()
         self._end = threading.Event()
         self._watchdog = threading.Thread(target=self._watch, name="opdrift watchdog", daemon=True)
 
@@ -110,6 +116,8 @@ class Spool:
         if not self.writing:
             self._discard(t, reset=reset)
             return
+        if reset and t.ident == threading.get_ident():
+            self._take_arrived()
         with self._lock, silent():
             try:
                 # rows are counted before the names are taken, so that a row's names are on disk with it
@@ -118,6 +126,7 @@ class Spool:
                 self.ops_written += counts[0] - t.done[0]
                 self._drain("names", self._names)
                 t.write(self._writer, counts, reset=reset)
+                self._drain_fingerprints()
                 self._drain("leaves", self._leaves)
                 self._drain("marks", self._marks)
                 self._writer.check()
@@ -146,13 +155,25 @@ class Spool:
         except Exception as error:
             self._disk_failed(error)
 
+    def _take_arrived(self) -> None:
+        """Take what devices have computed meanwhile; only a thread of the program may ask them."""
+        try:
+            self._fingerprints.extend(self.arrived())
+        except Exception as error:
+            self._failed("fingerprints of devices", error)
+
+    def _drain_fingerprints(self) -> None:
+        taken = [self._fingerprints.popleft() for _ in range(len(self._fingerprints))]
+        if taken:
+            self._writer.append("tensors", fingerprint_columns(np.concatenate(taken)))
+
     def _drain(self, table: str, rows: deque[Any]) -> None:
         taken = [rows.popleft() for _ in range(len(rows))]
         if taken:
             self._writer.append(table, list(zip(*taken, strict=True)))
 
     def _discard(self, t: ThreadBuffers, *, reset: bool) -> None:
-        for rows in (self._names, self._leaves, self._marks):
+        for rows in (self._names, self._leaves, self._marks, self._fingerprints):
             rows.clear()
         if reset:
             t.discard()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -103,6 +105,23 @@ class StorageState:
         self.last = 0
         self.hashed = 0
         self.leaf: Leaf | None = None
+
+    def when_read(self, key: Key, size: int) -> Callable[[Any], None]:
+        """What to do with the fingerprint, once it arrives, of the present content of a leaf.
+
+        Args:
+            key: The layout that is being read.
+            size: Its elements.
+        """
+        # weakly: a state that lives says that its storage does
+        reference, writes = weakref.ref(self), self.writes
+
+        def then(rows: Any) -> None:
+            state = reference()
+            if state is not None and state.leaf is not None and state.writes == writes:
+                state.leaf.read(key, size, int(rows["raw"][0]))
+
+        return then
 
     def may_be_read(self, tensor: Tensor) -> bool:
         """Whether the memory behind a tensor is there, written, and written to the end."""

@@ -35,7 +35,9 @@ from opdrift.storages import (
 
 if TYPE_CHECKING:
     from opdrift.buffers import ThreadBuffers
+    from opdrift.fingerprint.devices import Devices, Then
     from opdrift.fingerprint.engine import Engine
+    from opdrift.fingerprint.partials import Rows
     from opdrift.memory import Use
     from opdrift.plans import Plan
 
@@ -48,6 +50,8 @@ RECHECK_GRANT_NS: Final = 500_000
 #: After so many uses of leaves that have had their turn, another round of re-reading begins.
 _RECHECK_ROUND: Final = 256
 _NEVER: Final = 1 << 62
+#: At least so many bytes a device reads in a nanosecond when it fingerprints them (decision 7): its time counts, too.
+_DEVICE_BYTES_PER_NS: Final = 500
 
 
 class Values:
@@ -62,9 +66,12 @@ class Values:
         write_leaf: Callable[[tuple[str, str, str, int, int, int]], None],
         flush: Callable[[ThreadBuffers], None],
         integrity: str,
+        devices: Devices,
+        thread: Callable[[], ThreadBuffers],
     ) -> None:
         self.key = key
         self.engine = engine
+        self.devices = devices
         self.kinds = engine.kinds
         self.put, self.put_large, self.large = engine.put, engine.put_large, engine.LARGE
         self.row_bytes = engine.ROW_BYTES
@@ -72,6 +79,7 @@ class Values:
         self._write_name = write_name
         self._write_leaf = write_leaf
         self._flush = flush
+        self._thread = thread
         self._metas: dict[Key, int] = {}
         self._meta_ids = itertools.count(1)
         self._value_ids = itertools.count(1)
@@ -137,15 +145,23 @@ class Values:
         if not plan.quiet or (state.partial and self.integrity != "off"):
             self.show(t, tensor, state, value, key)
 
+    def arriving(
+        self, t: ThreadBuffers, tensor: Tensor, outputs: list[int], in_flight: InFlight
+    ) -> None:
+        """Register an output that is not there yet; it is fingerprinted at a use for which it is."""
+        storage = tensor.untyped_storage()
+        state = StorageState(next(self._storage_ids), tensor.device)
+        setattr(storage, self.key, state)
+        self.made.append(weakref.ref(state))
+        state.special = in_flight
+        outputs.append(self.make(t, state, key_of(tensor))[0])
+
     def fingerprint(self, t: ThreadBuffers, tensor: Tensor, value: int) -> bool:
-        """Fingerprint a readable tensor into the thread's ring; False if its device keeps it back."""
+        """Fingerprint a readable tensor, into the thread's ring or its device's; False if that is impossible."""
+        if self.is_elsewhere(tensor):
+            return self._enqueue(tensor, value)
         kind = self.kinds.get(tensor.dtype)
-        if not tensor.is_cpu:
-            found = self._from_device(tensor)
-            if found is None:
-                return False
-            tensor, kind = found, self.kinds[found.dtype]
-        elif kind is None or not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj():
+        if kind is None or not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj():
             tensor = self.engine.plain(tensor)
             kind = self.kinds[tensor.dtype]
         row = t.fingerprint_count
@@ -153,7 +169,9 @@ class Values:
             self._flush(t)
             row = 0
         n, address = tensor.numel(), tensor.data_ptr()
-        if not address and n:  # autograd's zeros have no memory, and reading it would end the process
+        if (
+            not address and n
+        ):  # autograd's zeros have no memory, and reading it would end the process
             tensor = self.engine.plain(tensor)
             address = tensor.data_ptr()
         (self.put if n < self.large else self.put_large)(
@@ -168,15 +186,34 @@ class Values:
         """Fingerprint a value of a storage that is known, if its content may be read now."""
         if value == state.hashed or not state.may_be_read(tensor):
             return
+        leaf = state.leaf
+        # a conjugate or negative view does not show what the layout holds
+        if leaf is not None and (tensor.is_conj() or tensor.is_neg()):
+            leaf = None
+        if self.is_elsewhere(tensor):
+            then = None if leaf is None else state.when_read(key, tensor.numel())
+            if self._enqueue(tensor, value, then):
+                state.hashed = value
+            return
         if not self.fingerprint(t, tensor, value):
             return
         state.hashed = value
-        leaf = state.leaf
-        # a conjugate or negative view does not show what the layout holds
-        if leaf is not None and not (tensor.is_conj() or tensor.is_neg()):
+        if leaf is not None:
             start = (t.fingerprint_count - 1) * self.row_bytes
             raw = int.from_bytes(t.fingerprints[start : start + 8], "little")
             leaf.read(key, tensor.numel(), raw)
+
+    @staticmethod
+    def is_elsewhere(tensor: Tensor) -> bool:
+        """Whether a tensor is not in the host's memory, so that its fingerprint comes later."""
+        return not tensor.is_cpu
+
+    def _enqueue(self, tensor: Tensor, value: int, then: Then | None = None) -> bool:
+        """Let its device fingerprint a tensor, without waiting; False if that is impossible."""
+        reason = self.devices.put(tensor, value, then=then)
+        if reason is not None:
+            self.skip(reason)
+        return reason is None
 
     def _make_another(self, t: ThreadBuffers, state: StorageState, key: Key) -> Entry:
         """As `make`, for a storage of which other layouts may be known."""
@@ -226,7 +263,7 @@ class Values:
         state.version = version_of(tensor)
         leaf.at_version(state.version)
         if self.integrity != "off" and self._can_read(tensor) and state.may_be_read(tensor):
-            leaf.read(key_of(tensor), tensor.numel(), self._digest(tensor))
+            self._learn(tensor, state, leaf)
         found = self._name_in_module(t, tensor)
         if found is not None:
             leaf.names.append(found)
@@ -289,7 +326,10 @@ class Values:
         if self.integrity != "full" and not self._has_turn(leaf):
             return entry
         started = now()
-        if self._is_unchanged(tensor, leaf) is False:
+        if self.integrity != "full" and self.is_elsewhere(tensor):
+            self._probe(t, tensor, state, leaf)
+            self.spent += tensor.nbytes // _DEVICE_BYTES_PER_NS
+        elif self._is_unchanged(tensor, leaf) is False:
             entry = self._changed(t, tensor, state, leaf)
         self.spent += now() - started
         if self.integrity != "full" and self.spent > RECHECK_GRANT_NS:
@@ -308,11 +348,60 @@ class Values:
         return True
 
     def _is_unchanged(self, tensor: Tensor, leaf: Leaf) -> bool | None:
-        """Whether a leaf holds what it held when last read, by any view of it; None if that is unknown."""
+        """Whether a leaf holds what it held when last read, by any view of it; None if that is unknown.
+
+        Waits for a device that holds it.
+        """
+        elsewhere = self.is_elsewhere(tensor)
+        if leaf.key is None and elsewhere:
+            self.devices.settle(tensor.device)  # what it held may be under way
         whole = None if leaf.key is None else self._whole(tensor, leaf.key)
         if whole is None or not self._can_read(whole):
             return None
-        return self._digest(whole) == leaf.raw
+        if not elsewhere:
+            return self._digest(whole) == leaf.raw
+        row = self.devices.now(whole)
+        return None if row is None else int(row["raw"]) == leaf.raw
+
+    def _learn(self, tensor: Tensor, state: StorageState, leaf: Leaf) -> None:
+        """Read a leaf whose fingerprint is another value's, so that it can be told when it changes."""
+        key, size = key_of(tensor), tensor.numel()
+        if self.is_elsewhere(tensor):
+            self.devices.probe(tensor, state.when_read(key, size))
+        else:
+            leaf.read(key, size, self._digest(tensor))
+
+    def _probe(self, t: ThreadBuffers, tensor: Tensor, state: StorageState, leaf: Leaf) -> None:
+        """Let a device read a leaf again; that it has changed is told once that has arrived."""
+        key = leaf.key
+        whole = None if key is None else self._whole(tensor, key)
+        if key is None or whole is None:
+            return
+        # weakly: a state that lives says that its storage does
+        reference, writes, size = weakref.ref(state), state.writes, whole.numel()
+        raw, moment = leaf.raw, (t.seq, t.call)
+
+        def compare(rows: Rows) -> None:
+            state = reference()
+            if state is not None and state.writes == writes and int(rows["raw"][0]) != raw:
+                entry = self._found_changed(state, leaf, key, moment)
+                rows["value"] = state.hashed = entry[0]
+                leaf.read(key, size, int(rows["raw"][0]))
+
+        self.devices.probe(whole, compare)
+
+    def _found_changed(
+        self, state: StorageState, leaf: Leaf, key: Key, moment: tuple[int, int]
+    ) -> Entry:
+        """As `_changed`, of a content that was read some ops ago: they were recorded with the older value."""
+        state.writes += 1
+        state.values = {}
+        leaf.forget()
+        entry = self.make(self._thread(), state, key)
+        for name, kind in leaf.names or [("", "constant")]:
+            leaf.told.add(entry[0])
+            self._write_leaf((name, kind, "changed", entry[0], *moment))
+        return entry
 
     def _whole(self, tensor: Tensor, key: Key) -> Tensor | None:
         """The tensor in this layout on the storage of another."""
@@ -376,8 +465,10 @@ class Values:
         assert leaf is not None
         if not flags & COMPILED:
             state.special = None  # handed over: from here on it is the program's
-        if leaf.key is not None:
-            if self._is_unchanged(tensor, leaf):
+        elsewhere = self.is_elsewhere(tensor)
+        if leaf.key is not None or (elsewhere and state.hashed):
+            # on a device it counts as written: to look would mean to wait at every op
+            if not elsewhere and self._is_unchanged(tensor, leaf):
                 return entry, flags
             state.writes += 1
             state.values = {}
@@ -430,7 +521,7 @@ class Values:
 
     def _needs_selection(self, use: Use) -> bool:
         """Whether an indexed write goes into memory that is not wholly written."""
-        if not use.plan.scatters:
+        if not use.plan.scatters or self.is_elsewhere(use.args[0]):
             return False
         state = getattr(use.args[0].untyped_storage(), self.key, None)
         return state is not None and isinstance(state.special, Unwritten)
@@ -542,14 +633,12 @@ class Values:
     def _can_read(self, tensor: Tensor) -> bool:
         reason = self.engine.can_fingerprint(tensor)
         if reason is not None:
-            self.skipped[reason] = self.skipped.get(reason, 0) + 1
-            return False
-        return True
+            self.skip(reason)
+        return reason is None
 
-    def _from_device(self, tensor: Tensor) -> Tensor | None:
-        if not self._can_read(tensor):
-            return None
-        return self.engine.plain(tensor)
+    def skip(self, reason: str) -> None:
+        """Note that a content was left out."""
+        self.skipped[reason] = self.skipped.get(reason, 0) + 1
 
     def _digest(self, tensor: Tensor) -> int:
         ready = self.engine.plain(tensor)

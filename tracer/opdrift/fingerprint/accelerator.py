@@ -50,6 +50,15 @@ class Accelerator:
             return self._raw_stream(self._device.index)
         return int(torch.accelerator.current_stream(self._device).stream_id)
 
+    def mark(self) -> torch.Event | None:
+        """An event behind what the current stream was given; None while it is captured."""
+        with self.current():
+            if self.is_capturing():
+                return None
+            event = torch.Event(self._device.type)
+            event.record()
+            return event
+
     def memory(self) -> StreamMemory:
         """Memory that belongs to the current stream."""
         return StreamMemory(self._device)

@@ -19,7 +19,7 @@ Batch = tuple[int, int, int]
 
 
 class DoesNotFitError(Exception):
-    """A tensor has more parts than a ring has rows; the message says so."""
+    """A tensor cannot be fingerprinted in this way, and no other way would do; the message says why."""
 
 
 class Kernel(Protocol):

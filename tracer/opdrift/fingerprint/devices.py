@@ -33,7 +33,7 @@ _PLAIN: Final = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
 Maker = Callable[[torch.device], Kernel]
 Then = Callable[[Rows], None]
-"""What to do with the rows of a value once they have arrived."""
+"""What to do with the rows of a value once they have arrived. It may give them another value: they are kept then."""
 
 
 class _Place:
@@ -45,6 +45,7 @@ class _Place:
         self.rings: dict[int, Ring] = {}
         self.kernel: Kernel | None = None
         self.said = False
+        #: why it has no faster one
         self.why: list[str] = []
         self._makers = iter(kernels_for(device))
         self.next_kernel()
@@ -159,7 +160,10 @@ class Devices:
                 place.next_kernel(error)
             else:
                 return None
-        self._ready.append(self._through_host(tensor, batch, value))
+        try:
+            self._ready.append(self._through_host(tensor, batch, value))
+        except DoesNotFitError as error:
+            return str(error)
         return None
 
     def _through_host(self, tensor: Tensor, batch: Batch | None, value: int) -> Rows:
@@ -187,11 +191,15 @@ class Devices:
         found: list[Rows] = []
         if self.probe(tensor, found.append) is not None:
             return None
-        rows = self._gather(Ring.finish, tensor.device)
-        with self._lock:
-            self._ready = rows + self._ready
+        self.settle(tensor.device)
         row: np.void | None = found[0][0] if found else None
         return row
+
+    def settle(self, device: torch.device) -> None:
+        """Wait for the rows that are under way on a device; they are given out with the next `take`."""
+        rows = self._gather(Ring.finish, device)
+        with self._lock:
+            self._ready = rows + self._ready
 
     def probe(self, tensor: Tensor, then: Then, *, batch: Batch | None = None) -> str | None:
         """As `put`, for rows that nobody but `then` is given."""
@@ -222,7 +230,11 @@ class Devices:
 
 def kernels_for(device: torch.device) -> tuple[Maker, ...]:
     """What can fingerprint on a device without waiting for it, best first; making one may fail."""
-    return (_make_triton, TorchOps) if device.type == "cuda" else (TorchOps,)
+    return (_make_triton if device.type == "cuda" else _no_kernel, TorchOps)
+
+
+def _no_kernel(device: torch.device) -> Kernel:
+    raise NotImplementedError(f"no kernel was written for {device.type}")
 
 
 def _make_triton(device: torch.device) -> Kernel:
@@ -253,6 +265,10 @@ def _in_components(batch: Batch | None, tensor: Tensor, data: Tensor) -> Batch:
         return 1, 1, data.numel()
     outer, items, inner = batch
     elements = tensor.numel()
+    if elements and data.numel() % elements:
+        raise DoesNotFitError(
+            "several of its elements share a byte, and an item may begin within one"
+        )
     return outer, items, inner * (data.numel() // elements) if elements else inner
 
 
