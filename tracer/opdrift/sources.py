@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -24,6 +25,8 @@ _TORCH: Final = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 #: its `deprecated` stands between the program and torch's own deprecated functions
 _DECORATORS: Final = os.path.abspath(typing_extensions.__file__)
 _LIBRARY: Final = (_TORCH, _PACKAGE, _INTEGRATIONS, _DECORATORS, "<frozen", "<__array_function__")
+#: So many code objects and lines are known at a time; programs that make code as they run make ever more.
+_MAX_CODES: Final = 65536
 _COMPILED_NAMES: Final = ("<eval_with_key>",)
 _COMPILED_FOLDER: Final = "torchinductor"
 
@@ -55,6 +58,7 @@ class Sources:
     def __init__(self, write_name: Callable[[str, int, str], None]) -> None:
         self.codes: dict[int, CodeEntry] = {}
         self._ids: dict[tuple[str, int, str], int] = {}
+        self._numbers = itertools.count(1)
         self._write_name = write_name
         #: set by `find` when it passed through code that torch.compile generated
         self.passed_compiled = False
@@ -70,6 +74,8 @@ class Sources:
             code = frame.f_code
             entry = codes.get(id(code))
             if entry is None:
+                if len(codes) >= _MAX_CODES:
+                    codes.clear()
                 entry = codes[id(code)] = CodeEntry(code)
             lines = entry.lines
             if lines is not None:
@@ -95,6 +101,8 @@ class Sources:
         key = (code.co_filename, line or 0, code.co_qualname)
         found = self._ids.get(key)
         if found is None:
-            found = self._ids[key] = len(self._ids) + 1
+            if len(self._ids) >= _MAX_CODES:
+                self._ids.clear()  # ids go on: a line seen again gets a second one
+            found = self._ids[key] = next(self._numbers)
             self._write_name("source", found, json.dumps(key))
         return found
