@@ -5,18 +5,22 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from opdrift.batches.lengths import Lengths
+from opdrift.neutral import silent
 from opdrift.tracefile.axes import BATCH, Factor, Position, factor, outer_inner, valid_part
 from opdrift.tracefile.writer import int_list_column, sample_columns
 
 if TYPE_CHECKING:
+    from opdrift.fingerprint.devices import Devices
     from opdrift.fingerprint.engine import Engine
     from opdrift.tracefile.writer import TraceWriter
 
@@ -53,10 +57,22 @@ class SampleRows:
         engine: Computes the fingerprints.
         size: Samples of the batch.
         lengths: The extents of padded axes.
+        devices: Computes those of tensors outside the host's memory.
+        is_elsewhere: Whether a tensor is one of those.
     """
 
-    def __init__(self, engine: Engine, size: int, lengths: Lengths) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        size: int,
+        lengths: Lengths,
+        *,
+        devices: Devices | None = None,
+        is_elsewhere: Callable[[Tensor], bool] = lambda tensor: False,
+    ) -> None:
         self._engine = engine
+        self._devices = devices
+        self._is_elsewhere = is_elsewhere
         self._size = size
         self._recorded = min(size, MOST_SAMPLES)
         self._lengths = lengths
@@ -72,7 +88,7 @@ class SampleRows:
     @property
     def is_full(self) -> bool:
         """Whether so many rows wait that they should be written."""
-        return self._used >= ROWS or bool(self._full)
+        return self._used + sum(map(len, self._full)) >= ROWS
 
     def add(
         self,
@@ -99,10 +115,15 @@ class SampleRows:
                 self._cuts.clear()
             cut = self._cuts[key] = self._cut(positions, tensor.shape)
         self._axes.append((value, flags, cut.batch, cut.length))
-        if cut.outer:
+        factors = cut.factors if cut.padded or alone else None
+        if not tensor.numel():
+            return
+        if self._devices is not None and self._is_elsewhere(tensor):
+            self._add_elsewhere(self._devices, tensor, value, cut.outer, factors)
+        elif cut.outer:
             self._add_batch(tensor, value, cut.outer)
-        elif cut.factors is not None and (cut.padded or alone):
-            self._add_parts(tensor, value, cut.factors)
+        elif factors is not None:
+            self._add_parts(tensor, value, factors)
 
     def _cut(self, positions: Sequence[Position], shape: Sequence[int]) -> Cut:
         batch = [p for p in positions if p.axis == BATCH]
@@ -152,6 +173,34 @@ class SampleRows:
                 put(self._row(1), part.ctypes.data, part.size, kind, value)
                 self._rows[self._used].view(self._engine.ROW)["item"] = sample
                 self._used += 1
+
+    def _add_elsewhere(
+        self,
+        devices: Devices,
+        tensor: Tensor,
+        value: int,
+        outer: int,
+        factors: Sequence[Factor] | None,
+    ) -> None:
+        """Let a tensor's device compute the rows; they arrive later."""
+        if outer:
+            batch = outer, self._size, tensor.numel() // (outer * self._size)
+            devices.probe(tensor, partial(self._arrived, value, None), batch=batch)
+        elif factors is not None:
+            with silent(), torch.no_grad():
+                for sample in range(self._recorded):
+                    part = valid_part(tensor.detach(), factors, sample, self._lengths.known)
+                    if part is not None:
+                        devices.probe(part, partial(self._arrived, value, sample))
+
+    def _arrived(self, value: int, sample: int | None, rows: Any) -> None:
+        """Rows of a device: of all samples, or of one."""
+        rows = rows[: self._recorded].copy()
+        rows["value"] = value
+        if sample is not None:
+            rows["item"] = sample
+        with self._lock:
+            self._full.append(rows.view(np.uint8).reshape(len(rows), self._engine.ROW_BYTES))
 
     def _row(self, count: int) -> int:
         """The address of the next rows."""

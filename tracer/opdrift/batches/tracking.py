@@ -28,7 +28,7 @@ from opdrift.batches.seeds import Input, Seed, find_seeds
 from opdrift.batches.tracks import LOST, Track, Tracks, track_of
 from opdrift.neutral import written_tensors
 from opdrift.storages import key_of
-from opdrift.tracefile.axes import BATCH, LENGTH_UNKNOWN, UNKNOWN, Extents, Position, Step
+from opdrift.tracefile.axes import BATCH, LENGTH_UNKNOWN, UNKNOWN, UNSURE, Extents, Position, Step
 
 if TYPE_CHECKING:
     from opdrift.plans import Plan
@@ -84,7 +84,13 @@ class Batches:
         self._failed = failed
         self._tracks = Tracks(f"{values.key}_batch")
         self._lengths = Lengths(write_extents)
-        self._rows = SampleRows(values.engine, batch.size, self._lengths)
+        self._rows = SampleRows(
+            values.engine,
+            batch.size,
+            self._lengths,
+            devices=values.devices,
+            is_elsewhere=values.is_elsewhere,
+        )
         self._rules: dict[int, Rule | None] = {}
         self._decisions: dict[tuple[int, tuple[Track | None, ...]], Decision] = {}
         self._learned: dict[int, None] = {}
@@ -256,7 +262,9 @@ class Batches:
         self._learned[value] = None
         track = self._tracks.of(tensor)
         flags = 0 if track is None else self._tracks.located(track, tensor)[1]
-        flags &= ~(UNKNOWN | LENGTH_UNKNOWN)
+        if flags & UNKNOWN:
+            flags = flags & ~UNKNOWN | UNSURE
+        flags &= ~LENGTH_UNKNOWN
         self._rows.add(tensor, value, positions, flags, alone=value != state.hashed)
 
     def record(self, given: Iterable[Tensor]) -> None:

@@ -12,9 +12,7 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
-
-import numpy.typing as npt
+from typing import Final, NamedTuple, Protocol, Self, TypeVar
 
 BATCH: Final = 0
 """The axis of the batch; axes from 1 are padded lengths and say which `Extents` they have."""
@@ -142,12 +140,25 @@ def outer_inner(shape: Sequence[int], position: Position) -> tuple[int, int]:
     return before, position.inner * math.prod(shape[position.dim + 1 :])
 
 
+class Reshapable(Protocol):
+    """What `valid_part` needs of an array: one of NumPy's, or a tensor."""
+
+    def reshape(self, *sizes: int) -> Self:
+        """The same elements in another shape."""
+
+    def __getitem__(self, index: tuple[int | slice, ...]) -> Self:
+        """A part of it."""
+
+
+Array = TypeVar("Array", bound=Reshapable)
+
+
 def valid_part(
-    data: npt.NDArray[Any],
+    data: Array,
     factors: Sequence[Factor],
     sample: int,
     extents: Sequence[Extents],
-) -> npt.NDArray[Any] | None:
+) -> Array | None:
     """One sample of a tensor without its padding.
 
     Args:
@@ -170,5 +181,4 @@ def valid_part(
             if valid is None:
                 return None
             index.append(slice(valid[0], sum(valid)))
-    found: npt.NDArray[Any] = data.reshape([*(part.size for part in factors), -1])[tuple(index)]
-    return found
+    return data.reshape(*(part.size for part in factors), -1)[tuple(index)]
