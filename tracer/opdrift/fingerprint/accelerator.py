@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from opdrift.fingerprint.partials import WORDS
+
+_AS_IT_IS: Final = nullcontext()
 
 
 class Accelerator:
@@ -34,7 +36,7 @@ class Accelerator:
         """Makes the device the current one inside."""
         index = self._device.index
         if self._only_one or torch.accelerator.current_device_index() == index:
-            return nullcontext()
+            return _AS_IT_IS
         return torch.accelerator.device_index(index)
 
     def is_capturing(self) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -47,7 +48,8 @@ SAMPLE_WORD: Final = PARTIAL.fields["sample"][1] // 8 if PARTIAL.fields else 0
 SKETCH_WORD: Final = PARTIAL.fields["sketch"][1] // 8 if PARTIAL.fields else 0
 
 _WIDTHS: Final = np.array([code.bytes for code in Code])
-_COUNTS: Final = ("nan", "pinf", "ninf", "zero", "sub")
+_ADDED: Final = ("nan", "pinf", "ninf", "zero", "sub", "sum", "ssq")
+_JOINS: Final = {**dict.fromkeys(_ADDED, np.add), "min": np.minimum, "max": np.maximum}
 
 Partials = NDArray[np.void]
 Rows = NDArray[np.void]
@@ -80,7 +82,8 @@ def finish(partials: Partials, tickets: Sequence[Ticket]) -> Rows:
     """
     if not tickets:
         return np.zeros(0, ROW)
-    fields = np.array(tickets, np.int64)
+    fields = np.fromiter(chain.from_iterable(tickets), np.int64, 6 * len(tickets)).reshape(-1, 6)
+    numbers = _numbers(fields[:, 3])
     values, kinds, counts, _, parts, spans = np.repeat(fields, fields[:, 3], axis=0).T
     codes = np.where(kinds >= FIRST_FP8_KIND, int(Code.FP8), kinds)
     starts = np.concatenate([[0], np.cumsum(parts)[:-1]])
@@ -89,7 +92,7 @@ def finish(partials: Partials, tickets: Sequence[Ticket]) -> Rows:
     rows = np.zeros(len(values), ROW)
     rows["value"], rows["n"], rows["code"] = values, counts, codes
     rows["version"], rows["flags"] = VERSION, HAS_RAW | HAS_SAMPLE
-    rows["item"] = np.concatenate([np.arange(n) for n in fields[:, 3]])
+    rows["item"] = numbers
     rows["raw"] = _digests(whole, starts, parts, spans, _WIDTHS[codes])
     present = np.arange(SAMPLES) < np.minimum(counts, SAMPLES)[:, None]
     rows["sample"] = np.where(present, whole["sample"][starts], 0)
@@ -97,6 +100,12 @@ def finish(partials: Partials, tickets: Sequence[Ticket]) -> Rows:
     with np.errstate(all="ignore"):
         _add_statistics(rows, whole, starts, codes)
     return rows
+
+
+def _numbers(items: NDArray[np.int64]) -> NDArray[np.int64]:
+    """0, 1, ... anew for each ticket."""
+    starts = np.cumsum(items) - items
+    return np.arange(int(items.sum())) - np.repeat(starts, items)
 
 
 # -- digest ---------------------------------------------------------------------------------------
@@ -179,15 +188,19 @@ def _add_statistics(
     """Fill in counts, extremes, sums and sketch; nothing but the defaults for raw bytes."""
     numbers = codes != Code.RAW
     rows["flags"][numbers] |= HAS_STATISTICS | HAS_SKETCH
-    for name in _COUNTS:
-        rows[name] = np.where(numbers, np.add.reduceat(partials[name], starts), 0)
-    for name in ("sum", "ssq"):
-        rows[name] = np.where(numbers, np.add.reduceat(partials[name], starts), 0.0)
-    low = np.where(numbers, np.minimum.reduceat(partials["min"], starts), np.inf)
-    high = np.where(numbers, np.maximum.reduceat(partials["max"], starts), -np.inf)
+    if len(starts) == len(partials):  # of one part each
+        joined = partials
+        sketch = partials["sketch"]
+    else:
+        joined = np.zeros(len(starts), PARTIAL)
+        for name, join in _JOINS.items():
+            joined[name] = join.reduceat(partials[name], starts)
+        sketch = np.add.reduceat(partials["sketch"], starts, axis=0)
+    for name in _ADDED:
+        rows[name] = np.where(numbers, joined[name], 0)
+    low, high = np.where(numbers, joined["min"], np.inf), np.where(numbers, joined["max"], -np.inf)
     rows["min"], rows["max"] = low + 0.0, high + 0.0  # -0 becomes 0: which comes first is chance
     rows["absmax"] = np.where(low <= high, np.maximum(np.abs(low), np.abs(high)), 0.0)
-    sketch = np.add.reduceat(partials["sketch"], starts, axis=0)
     narrow = numbers & (_WIDTHS[codes] < 4)
     rows["sketch"][narrow] = sketch[narrow].astype(np.float32).view(np.uint8)
     wide = numbers & ~narrow
