@@ -50,6 +50,8 @@ RECHECK_GRANT_NS: Final = 500_000
 #: After so many uses of leaves that have had their turn, another round of re-reading begins.
 _RECHECK_ROUND: Final = 256
 _NEVER: Final = 1 << 62
+#: So many storages are made before those of them that died are forgotten; fewer than gc's threshold.
+_MAX_LATEST: Final = 256
 #: At least so many bytes a device reads in a nanosecond when it fingerprints them (decision 7): its time counts, too.
 _DEVICE_BYTES_PER_NS: Final = 500
 
@@ -84,8 +86,9 @@ class Values:
         self._meta_ids = itertools.count(1)
         self._value_ids = itertools.count(1)
         self._storage_ids = itertools.count(1)
-        #: storages made during the run: those still alive at exit are results
+        #: storages made during the run, the latest ones apart: those still alive at exit are results
         self.made: deque[weakref.ref[StorageState]] = deque()
+        self._latest: list[weakref.ref[StorageState]] = []
         self._prune_at = 4096
         #: why contents were left out, with counts
         self.skipped: dict[str, int] = {}
@@ -126,14 +129,30 @@ class Values:
         if state is None:
             state = StorageState(next(self._storage_ids), tensor.device)
             setattr(storage, self.key, state)
-            self.made.append(weakref.ref(state))
+            self._latest.append(weakref.ref(state))
+            if len(self._latest) >= _MAX_LATEST:
+                self._drop_dead()
             value = self.make(t, state, key)[0]
             outputs.append(value)
             if plan.fresh:
                 state.special = None if tensor.is_meta else Unwritten(storage)
             elif not plan.deferred:  # also where a view op had to copy: `reshape` in inference_mode
-                self.fingerprint(t, tensor, value)
                 state.hashed = value
+                kind, row = self.kinds.get(tensor.dtype), t.fingerprint_count
+                n, address = tensor.numel(), tensor.data_ptr()
+                if (
+                    kind is not None
+                    and n < self.large
+                    and address
+                    and row < FINGERPRINTS
+                    and not plan.quiet
+                    and tensor.is_cpu
+                    and tensor.is_contiguous()
+                ):  # as in `fingerprint`, without the call: most outputs are of this sort
+                    self.put(t.fingerprint_at + row * self.row_bytes, address, n, kind, value)
+                    t.fingerprint_count = row + 1
+                else:
+                    self.fingerprint(t, tensor, value)
             return
         entry = state.values.get(key)
         if entry is not None:  # an alias of something known: no new value, no hash
@@ -593,8 +612,17 @@ class Values:
         state: StorageState | None = getattr(tensor.untyped_storage(), self.key, None)
         return None if state is None else (state, state.values.get(key_of(tensor)))
 
+    def _drop_dead(self) -> None:
+        """Forget those of the latest storages that died, which are most of them.
+
+        Soon, because references that pile up make Python collect garbage: 100 ms each 100,000 ops.
+        """
+        latest, self._latest = self._latest, []
+        self.made.extend(reference for reference in latest if reference() is not None)
+
     def alive(self) -> Iterator[int]:
         """The last value of each storage that was made during the run and still lives."""
+        self._drop_dead()
         for reference in list(self.made):
             state = reference()
             if state is not None and state.last:
