@@ -1,6 +1,7 @@
 """Which implementation fingerprints a device's tensors, what it refuses, and what is said about it."""
 
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -176,6 +177,16 @@ def test_a_row_can_be_had_at_once(setup):
 
     assert_same(row, ENGINE.fingerprint(torch.ones(5)))
     assert joined(setup.devices.take())["value"].tolist() == [1]
+
+
+def test_released_devices_hold_no_memory(setup):
+    """A program may keep its recorder; the rings are given back when the recording ends."""
+    setup.devices.put(torch.ones(3), 1, then=lambda rows: None)
+    ring = weakref.ref(setup.devices._places[CPU].ring())
+    setup.devices.release()
+
+    assert ring() is None
+    assert setup.devices.finish() == []
 
 
 # ---- what is refused -------------------------------------------------------------------------------------

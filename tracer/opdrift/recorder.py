@@ -213,7 +213,7 @@ class Recorder:
         self._scopes.on()
         self._stack.callback(self._spool.stop)
         self._spool.start()
-        self._values.opened = now()
+        self._values.rereading.opened = now()
         self._spool.flush(self._owner)
         self._mode.__enter__()  # type: ignore[no-untyped-call]
 
@@ -255,6 +255,7 @@ class Recorder:
             self._guarded("closing", self._name_rest)
         self._spool.arrived = self._devices.finish
         self._spool.finish()
+        self._devices.release()
         self._spool.close(self._footer(error))
 
     def _footer(self, error: BaseException | None) -> dict[str, Any]:

@@ -186,6 +186,13 @@ class Devices:
         """All rows that are left; waits for the devices."""
         return self._gather(Ring.finish)
 
+    def release(self) -> None:
+        """Give the memory on the devices back; what has not been taken is dropped."""
+        with self._lock:
+            self._places.clear()
+            self._ready.clear()
+            self._then.clear()
+
     def now(self, tensor: Tensor) -> np.void | None:
         """The row of a tensor's present content; waits for its device. None if it cannot be read now."""
         found: list[Rows] = []
