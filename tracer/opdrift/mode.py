@@ -48,6 +48,7 @@ from opdrift.records import (
 from opdrift.values import PLAIN, Values
 
 if TYPE_CHECKING:
+    from opdrift.batches.tracking import Batches
     from opdrift.buffers import ThreadBuffers
     from opdrift.sources import Sources
 
@@ -74,6 +75,7 @@ class RecordingMode(TorchDispatchMode):
         write_mark: Writes a mark: (thread buffers, kind, fields).
         flush: Empties a full buffer.
         failed: Notes a failure of the tracer itself.
+        batches: Follows the batch, if the run was recorded with `batch=`.
     """
 
     supports_higher_order_operators = True
@@ -98,6 +100,7 @@ class RecordingMode(TorchDispatchMode):
         write_mark: Callable[[ThreadBuffers, str, Mapping[str, Any]], None],
         flush: Callable[[ThreadBuffers], None],
         failed: Callable[[str, BaseException], None],
+        batches: Batches | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._values = values
@@ -110,6 +113,7 @@ class RecordingMode(TorchDispatchMode):
         self._write_mark = write_mark
         self._flush = flush
         self._failed = failed
+        self._batches = batches
         self._plans: dict[int, Plan] = {}
         self._plain: frozenset[type] = PLAIN
         self._signatures: dict[tuple[Any, ...], int] = {}
@@ -282,7 +286,27 @@ class RecordingMode(TorchDispatchMode):
             place = (signature, t.call, source, t.index, phase, flags | TRACER_FAILED)
             row = (seq, started, ended - started, number, rng, *place)
             self._cut_short(t, plan, row, inputs, outputs, mutated)
+        if self._batches is not None:
+            self._follow(self._batches, t, plan, signature, args, kwargs or _NO_ARGUMENTS, out)
         return out
+
+    def _follow(
+        self,
+        batches: Batches,
+        t: ThreadBuffers,
+        plan: Plan,
+        signature: int,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        out: Any,
+    ) -> None:
+        """Follow the batch through an op that is recorded."""
+        try:
+            batches.follow(plan, signature, args, kwargs, out)
+            if batches.is_full:
+                self._flush(t)
+        except Exception as error:
+            self._failed(f"the batch of {plan.name}", error)
 
     # ---- rows ----------------------------------------------------------------------------------------
 

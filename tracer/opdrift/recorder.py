@@ -25,6 +25,7 @@ from torch.nn import Module
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from opdrift import environment
+from opdrift.batches.tracking import Batches
 from opdrift.errors import InvalidOptionError, RecorderStateError
 from opdrift.fingerprint.devices import Devices
 from opdrift.fingerprint.engine import load_engine
@@ -35,7 +36,7 @@ from opdrift.neutral import around_compilation, dispatch_keys, silent
 from opdrift.options import Options, check_options
 from opdrift.plugins import Integration, OwnsParameters, installed_integrations
 from opdrift.records import TRACE_SCHEMA, Batch
-from opdrift.scopes import Scopes
+from opdrift.scopes import Scopes, name_arguments, walk
 from opdrift.sources import Sources
 from opdrift.spool import Spool
 from opdrift.tracefile.writer import TraceWriter, claim
@@ -169,6 +170,7 @@ class Recorder:
             thread=spool.thread,
         )
         spool.after_flush = self._values.prune
+        self._batches = self._follow_batch()
         self._naming = Naming(self._values, write_mark=spool.mark, write_leaf=spool.leaf)
         self._sources = Sources(spool.name)
         self._scopes = Scopes(
@@ -188,12 +190,41 @@ class Recorder:
             write_mark=spool.mark,
             flush=spool.flush,
             failed=self._failed,
+            batches=self._batches,
         )
         self._mode.use_keys(dispatch_keys())
         if self._options.kernels == "full":
             log.warning(
                 "kernels='full' is not there yet: kernels are named by rule, as with 'auto'."
             )
+
+    def _follow_batch(self) -> Batches | None:
+        """What follows the batch; None where nobody asked, or where one sample without lengths is the batch."""
+        batch = self._options.batch
+        if batch is None or (batch.size == 1 and batch.lengths is None):
+            return None
+        spool = self._spool
+        found = Batches(
+            batch,
+            self._values,
+            write_extents=lambda axis, extents: spool.name(
+                "extents", axis, json.dumps([extents.size, extents.valid])
+            ),
+            write_mark=lambda fields: spool.mark(spool.thread(), "batch", fields),
+            failed=self._failed,
+        )
+        spool.others.append(found.write)
+        return found
+
+    @contextmanager
+    def _seeding(self, named: Sequence[tuple[str, torch.Tensor]]) -> Iterator[None]:
+        """Find the batch in inputs before they are fingerprinted, and record their samples after it."""
+        if self._batches is None:
+            yield
+            return
+        self._guarded("the batch", partial(self._batches.seed, named))
+        yield
+        self._guarded("the batch", partial(self._batches.record, [tensor for _, tensor in named]))
 
     def _give_up(self) -> None:
         """Leave nothing attached, after an error while opening."""
@@ -234,8 +265,10 @@ class Recorder:
         for prefix, model in self._options.models.items():
             self._scopes.add(model, prefix)
             self._naming.model(t, model, prefix)
-        for name, tensor in self._options.inputs.items():
-            self._naming.tensor(t, tensor, name, "input", "entry")
+        inputs = self._options.inputs
+        with self._seeding(list(inputs.items())):
+            for name, tensor in inputs.items():
+                self._naming.tensor(t, tensor, name, "input", "entry")
 
     def __exit__(
         self,
@@ -422,11 +455,14 @@ class Recorder:
         with silent():
             if not self._naming.knows(module):
                 self._naming.model(t, module, self._scopes.path_of(module) or "")
-            self._naming.arguments(t, module, args, kwargs)
+            with self._seeding(list(name_arguments(module, args, kwargs))):
+                self._naming.arguments(t, module, args, kwargs)
 
     def _root_returned(self, t: ThreadBuffers, module: Module, call: int, output: Any) -> None:
         with silent():
             self._naming.results(t, call, output)
+            if self._batches is not None:  # views are fingerprinted when they are named
+                self._batches.record(tensor for _, tensor in walk("output", output))
 
     def _note_changed_flags(self, t: ThreadBuffers) -> None:
         changed = self._flags.changed()

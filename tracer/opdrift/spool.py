@@ -55,6 +55,8 @@ class Spool:
         self._stopped = stopped
         #: called by a flush of the current thread's rows, before its lock is taken: fingerprints of devices
         self.arrived: Callable[[], Sequence[npt.NDArray[np.void]]] = tuple
+        #: what else writes into the trace at each flush, under its lock
+        self.others: list[Callable[[TraceWriter], None]] = []
         #: called after each flush, under its lock
         self.after_flush: Callable[[], None] = lambda: None
         #: whether anything is still written
@@ -129,6 +131,8 @@ class Spool:
                 self._drain_fingerprints()
                 self._drain("leaves", self._leaves)
                 self._drain("marks", self._marks)
+                for write in self.others:
+                    write(self._writer)
                 self._writer.check()
             except OSError as error:
                 self._disk_failed(error)

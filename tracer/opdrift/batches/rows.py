@@ -16,7 +16,16 @@ from torch import Tensor
 
 from opdrift.batches.lengths import Lengths
 from opdrift.neutral import silent
-from opdrift.tracefile.axes import BATCH, Factor, Position, factor, outer_inner, valid_part
+from opdrift.tracefile.axes import (
+    BATCH,
+    MIXED,
+    UNKNOWN,
+    Factor,
+    Position,
+    factor,
+    outer_inner,
+    valid_part,
+)
 from opdrift.tracefile.writer import int_list_column, sample_columns
 
 if TYPE_CHECKING:
@@ -115,9 +124,9 @@ class SampleRows:
                 self._cuts.clear()
             cut = self._cuts[key] = self._cut(positions, tensor.shape)
         self._axes.append((value, flags, cut.batch, cut.length))
+        if not tensor.numel() or (not cut.batch and flags & (MIXED | UNKNOWN)):
+            return  # it is no sample's own
         factors = cut.factors if cut.padded or alone else None
-        if not tensor.numel():
-            return
         if self._devices is not None and self._is_elsewhere(tensor):
             self._add_elsewhere(self._devices, tensor, value, cut.outer, factors)
         elif cut.outer:

@@ -262,7 +262,7 @@ class Batches:
         self._learned[value] = None
         track = self._tracks.of(tensor)
         flags = 0 if track is None else self._tracks.located(track, tensor)[1]
-        if flags & UNKNOWN:
+        if flags & UNKNOWN and any(p.axis == BATCH for p in positions):
             flags = flags & ~UNKNOWN | UNSURE
         flags &= ~LENGTH_UNKNOWN
         self._rows.add(tensor, value, positions, flags, alone=value != state.hashed)
