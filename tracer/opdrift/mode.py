@@ -189,11 +189,11 @@ class RecordingMode(TorchDispatchMode):
                         if storage.data_ptr() != state.at or (
                             state.version is not None and a._version != state.version
                         ):
-                            known, entry = entry, values.moved(t, a, state, entry)
+                            known, entry = entry, values.rereading.moved(t, a, state, entry)
                             if entry is not known:
                                 flags |= REREAD
-                        elif t.clock > values.gate:
-                            entry = values.recheck(t, a, state, entry)
+                        elif t.clock > values.rereading.gate:
+                            entry = values.rereading.recheck(t, a, state, entry)
                     if state.special is not None:
                         use = Use(plan, args, kwargs or _NO_ARGUMENTS)
                         entry, flags = values.special(t, a, state, entry, use, flags)
@@ -423,7 +423,7 @@ class RecordingMode(TorchDispatchMode):
             storage.data_ptr() != state.at
             or (state.version is not None and a._version != state.version)
         ):
-            known, entry = entry, values.moved(t, a, state, entry)
+            known, entry = entry, values.rereading.moved(t, a, state, entry)
             if entry is not known:
                 flags |= REREAD
         if state.special is not None:

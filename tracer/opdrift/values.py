@@ -11,7 +11,6 @@ import json
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from time import perf_counter_ns as now
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -19,15 +18,14 @@ from torch import Tensor
 
 from opdrift.buffers import FINGERPRINTS, VALUE, VALUES
 from opdrift.memory import Generated, InFlight, Unwritten
-from opdrift.neutral import silent
 from opdrift.records import COMPILED, READ_UNINITIALISED, REREAD
+from opdrift.rereading import Rereading
 from opdrift.storages import (
     MAX_LAYOUTS,
     Entry,
     Key,
     Leaf,
     StorageState,
-    in_layout,
     is_readable,
     key_of,
     version_of,
@@ -37,23 +35,14 @@ if TYPE_CHECKING:
     from opdrift.buffers import ThreadBuffers
     from opdrift.fingerprint.devices import Devices, Then
     from opdrift.fingerprint.engine import Engine
-    from opdrift.fingerprint.partials import Rows
     from opdrift.memory import Use
     from opdrift.plans import Plan
 
 #: Types whose content is their storage's. Every other subclass is passed on and seen by its inner ops.
 PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 _MAX_METAS: Final = 65536
-#: Share of the run's time that re-reading leaves may take under integrity="auto", and a first grant.
-RECHECK_SHARE: Final = 0.015
-RECHECK_GRANT_NS: Final = 500_000
-#: After so many uses of leaves that have had their turn, another round of re-reading begins.
-_RECHECK_ROUND: Final = 256
-_NEVER: Final = 1 << 62
 #: So many storages are made before those of them that died are forgotten; fewer than gc's threshold.
 _MAX_LATEST: Final = 256
-#: At least so many bytes a device reads in a nanosecond when it fingerprints them (decision 7): its time counts, too.
-_DEVICE_BYTES_PER_NS: Final = 500
 
 
 class Values:
@@ -79,9 +68,9 @@ class Values:
         self.row_bytes = engine.ROW_BYTES
         self.integrity = integrity
         self._write_name = write_name
-        self._write_leaf = write_leaf
+        self.write_leaf = write_leaf
         self._flush = flush
-        self._thread = thread
+        self.rereading = Rereading(self, integrity, thread=thread)
         self._metas: dict[Key, int] = {}
         self._meta_ids = itertools.count(1)
         self._value_ids = itertools.count(1)
@@ -94,12 +83,6 @@ class Values:
         self.skipped: dict[str, int] = {}
         #: names of tensors by id of the Python object: (weak reference, name, kind)
         self._names: dict[int, tuple[weakref.ref[Tensor], str, str]] = {}
-        self.spent = 0
-        self.opened = now()
-        #: leaves may be read again at use from this moment on (perf_counter_ns)
-        self.gate = _NEVER if integrity == "off" else 0
-        self._round = 0
-        self._passed_over = 0
 
     # ---- the hot path ------------------------------------------------------------------------------
 
@@ -250,21 +233,22 @@ class Values:
         state: StorageState | None = getattr(tensor.untyped_storage(), self.key, None)
         key = key_of(tensor)
         if state is not None:
-            return self._adopt_layout(t, tensor, state, key)
+            return self.adopt_layout(t, tensor, state, key)
         state, leaf = self._new_leaf(tensor)
         entry = self.make(t, state, key)
-        if not use.overwrites(tensor) and self._can_read(tensor):
+        if not use.overwrites(tensor) and self.can_read(tensor):
             self.show(t, tensor, state, entry[0], key)
         if compiled and type(tensor) is Tensor:
             state.special = Generated()
         name, kind = self._name_of(t, tensor) or ("", "constant")
         leaf.names.append((name, kind))
-        self._tell(t, leaf, entry[0], name, kind, "use")
+        self.tell(t, leaf, entry[0], name, kind, "use")
         return entry
 
-    def _adopt_layout(
+    def adopt_layout(
         self, t: ThreadBuffers, tensor: Tensor, state: StorageState, key: Key
     ) -> Entry:
+        """Register another layout of a storage that is known."""
         entry = self._make_another(t, state, key)
         leaf = state.leaf
         # of a leaf only that part is known which was read
@@ -277,23 +261,23 @@ class Values:
         self, t: ThreadBuffers, tensor: Tensor, state: StorageState, entry: Entry
     ) -> None:
         """Name a parameter whose content an op of this run made, at its first use."""
-        state.leaf = leaf = Leaf(self._round + 1)
+        state.leaf = leaf = Leaf(self.rereading.round + 1)
         state.at = tensor.untyped_storage().data_ptr() or 1
         state.version = version_of(tensor)
         leaf.at_version(state.version)
-        if self.integrity != "off" and self._can_read(tensor) and state.may_be_read(tensor):
-            self._learn(tensor, state, leaf)
+        if self.integrity != "off" and self.can_read(tensor) and state.may_be_read(tensor):
+            self.rereading.learn(tensor, state, leaf)
         found = self._name_in_module(t, tensor)
         if found is not None:
             leaf.names.append(found)
-            self._tell(t, leaf, entry[0], *found, "use")
+            self.tell(t, leaf, entry[0], *found, "use")
 
     def _new_leaf(self, tensor: Tensor) -> tuple[StorageState, Leaf]:
         storage = tensor.untyped_storage()
         state = StorageState(next(self._storage_ids), tensor.device, storage.data_ptr() or 1)
         setattr(storage, self.key, state)
         state.version = version_of(tensor)
-        state.leaf = leaf = Leaf(self._round + 1)
+        state.leaf = leaf = Leaf(self.rereading.round + 1)
         leaf.at_version(state.version)
         return state, leaf
 
@@ -316,134 +300,6 @@ class Values:
                 if own is tensor:
                     return (f"{t.path}.{name}" if t.path else name), kind
         return None
-
-    # ---- leaves that may have changed with no op -----------------------------------------------------
-
-    def moved(self, t: ThreadBuffers, tensor: Tensor, state: StorageState, entry: Entry) -> Entry:
-        """A leaf whose address or version changed with no op that we saw: read it again.
-
-        The content, not the trigger, tells whether it changed.
-        """
-        at, version = tensor.untyped_storage().data_ptr() or 1, version_of(tensor)
-        leaf = state.leaf
-        assert leaf is not None
-        # `p` and `p.data` have two version counters
-        known = at == state.at and version in leaf.versions
-        state.at, state.version = at, version
-        if known:
-            return entry
-        leaf.at_version(version)
-        if state.special is not None or self._is_unchanged(tensor, leaf):
-            return entry
-        return self._changed(t, tensor, state, leaf)
-
-    def recheck(self, t: ThreadBuffers, tensor: Tensor, state: StorageState, entry: Entry) -> Entry:
-        """Read a leaf again at use if the time for it is there; a change without a writer is a new value."""
-        leaf = state.leaf
-        if leaf is None or state.special is not None:
-            return entry
-        if self.integrity != "full" and not self._has_turn(leaf):
-            return entry
-        started = now()
-        if self.integrity != "full" and self.is_elsewhere(tensor):
-            self._probe(t, tensor, state, leaf)
-            self.spent += tensor.nbytes // _DEVICE_BYTES_PER_NS
-        elif self._is_unchanged(tensor, leaf) is False:
-            entry = self._changed(t, tensor, state, leaf)
-        self.spent += now() - started
-        if self.integrity != "full" and self.spent > RECHECK_GRANT_NS:
-            self.gate = self.opened + int((self.spent - RECHECK_GRANT_NS) / RECHECK_SHARE)
-        return entry
-
-    def _has_turn(self, leaf: Leaf) -> bool:
-        """Whether a leaf may be read again now; a round ends when those in use have had their turn."""
-        if leaf.turn > self._round:
-            self._passed_over += 1
-            if self._passed_over < _RECHECK_ROUND:
-                return False
-            self._round += 1
-        self._passed_over = 0
-        leaf.turn = self._round + 1
-        return True
-
-    def _is_unchanged(self, tensor: Tensor, leaf: Leaf) -> bool | None:
-        """Whether a leaf holds what it held when last read, by any view of it; None if that is unknown.
-
-        Waits for a device that holds it.
-        """
-        elsewhere = self.is_elsewhere(tensor)
-        if leaf.key is None and elsewhere:
-            self.devices.settle(tensor.device)  # what it held may be under way
-        whole = None if leaf.key is None else self._whole(tensor, leaf.key)
-        if whole is None or not self._can_read(whole):
-            return None
-        if not elsewhere:
-            return self._digest(whole) == leaf.raw
-        row = self.devices.now(whole)
-        return None if row is None else int(row["raw"]) == leaf.raw
-
-    def _learn(self, tensor: Tensor, state: StorageState, leaf: Leaf) -> None:
-        """Read a leaf whose fingerprint is another value's, so that it can be told when it changes."""
-        key, size = key_of(tensor), tensor.numel()
-        if self.is_elsewhere(tensor):
-            self.devices.probe(tensor, state.when_read(key, size))
-        else:
-            leaf.read(key, size, self._digest(tensor))
-
-    def _probe(self, t: ThreadBuffers, tensor: Tensor, state: StorageState, leaf: Leaf) -> None:
-        """Let a device read a leaf again; that it has changed is told once that has arrived."""
-        key = leaf.key
-        whole = None if key is None else self._whole(tensor, key)
-        if key is None or whole is None:
-            return
-        # weakly: a state that lives says that its storage does
-        reference, writes, size = weakref.ref(state), state.writes, whole.numel()
-        raw, moment = leaf.raw, (t.seq, t.call)
-
-        def compare(rows: Rows) -> None:
-            state = reference()
-            if state is not None and state.writes == writes and int(rows["raw"][0]) != raw:
-                entry = self._found_changed(state, leaf, key, moment)
-                rows["value"] = state.hashed = entry[0]
-                leaf.read(key, size, int(rows["raw"][0]))
-
-        self.devices.probe(whole, compare)
-
-    def _found_changed(
-        self, state: StorageState, leaf: Leaf, key: Key, moment: tuple[int, int]
-    ) -> Entry:
-        """As `_changed`, of a content that was read some ops ago: they were recorded with the older value."""
-        state.writes += 1
-        state.values = {}
-        leaf.forget()
-        entry = self.make(self._thread(), state, key)
-        for name, kind in leaf.names or [("", "constant")]:
-            leaf.told.add(entry[0])
-            self._write_leaf((name, kind, "changed", entry[0], *moment))
-        return entry
-
-    def _whole(self, tensor: Tensor, key: Key) -> Tensor | None:
-        """The tensor in this layout on the storage of another."""
-        if key == key_of(tensor) and not (tensor.is_conj() or tensor.is_neg()):
-            return tensor
-        with silent(), torch._C.DisableTorchFunction(), torch.no_grad():
-            return in_layout(tensor.untyped_storage(), key)
-
-    def _changed(self, t: ThreadBuffers, tensor: Tensor, state: StorageState, leaf: Leaf) -> Entry:
-        """Register what a leaf holds that no op wrote, in the layout that was known and in this one."""
-        key = key_of(tensor)
-        whole = None if leaf.key is None else self._whole(tensor, leaf.key)
-        if whole is None:
-            whole = tensor
-        state.writes += 1
-        state.values = {}
-        leaf.forget()
-        entry = self.make(t, state, key_of(whole))
-        if self._can_read(whole):
-            self.show(t, whole, state, entry[0], key_of(whole))
-        for name, kind in leaf.names or [("", "constant")]:
-            self._tell(t, leaf, entry[0], name, kind, "changed")
-        return state.values.get(key) or self._adopt_layout(t, tensor, state, key)
 
     # ---- memory that cannot just be read -------------------------------------------------------------
 
@@ -487,7 +343,7 @@ class Values:
         elsewhere = self.is_elsewhere(tensor)
         if leaf.key is not None or (elsewhere and state.hashed):
             # on a device it counts as written: to look would mean to wait at every op
-            if not elsewhere and self._is_unchanged(tensor, leaf):
+            if not elsewhere and self.rereading.is_unchanged(tensor, leaf):
                 return entry, flags
             state.writes += 1
             state.values = {}
@@ -570,29 +426,30 @@ class Values:
         if entry is not None and leaf is not None and state.at:
             at = tensor.untyped_storage().data_ptr() or 1
             if at != state.at or version_of(tensor) != state.version:
-                entry = self.moved(t, tensor, state, entry)
+                entry = self.rereading.moved(t, tensor, state, entry)
         if entry is None:
             entry = self._make_another(t, state, key)
         if isinstance(state.special, Generated):
             entry, _ = self._generated(t, tensor, state, entry, 0)
-        if (leaf is None or key != leaf.key) and self._can_read(tensor):
+        if (leaf is None or key != leaf.key) and self.can_read(tensor):
             self.show(t, tensor, state, entry[0], key)
         if kind not in ("output", "gradient"):  # a result keeps the name that it had
             self._names[id(tensor)] = (weakref.ref(tensor), name, kind)
             if leaf is not None and (name, kind) not in leaf.names:
                 leaf.names = [known for known in leaf.names if known[0]]
                 leaf.names.append((name, kind))
-        self._tell(t, leaf, entry[0], name, kind, when)
+        self.tell(t, leaf, entry[0], name, kind, when)
         return entry[0]
 
-    def _tell(
+    def tell(
         self, t: ThreadBuffers, leaf: Leaf | None, value: int, name: str, kind: str, when: str
     ) -> None:
+        """Write a row of the table `leaves`."""
         if leaf is not None:
             if len(leaf.told) >= MAX_LAYOUTS:
                 leaf.told.clear()
             leaf.told.add(value)
-        self._write_leaf((name, kind, when, value, t.seq, t.call))
+        self.write_leaf((name, kind, when, value, t.seq, t.call))
 
     def is_input(self, tensor: Tensor) -> bool:
         """Whether no op made a tensor's content, no model owns it, and it was not named as it is now."""
@@ -658,7 +515,8 @@ class Values:
         self._write_name("meta", meta, json.dumps(text))
         return meta
 
-    def _can_read(self, tensor: Tensor) -> bool:
+    def can_read(self, tensor: Tensor) -> bool:
+        """Whether a tensor's content can be read; if not, it is noted why."""
         reason = self.engine.can_fingerprint(tensor)
         if reason is not None:
             self.skip(reason)
@@ -668,6 +526,7 @@ class Values:
         """Note that a content was left out."""
         self.skipped[reason] = self.skipped.get(reason, 0) + 1
 
-    def _digest(self, tensor: Tensor) -> int:
+    def digest(self, tensor: Tensor) -> int:
+        """The digest of a readable tensor in the host's memory."""
         ready = self.engine.plain(tensor)
         return self.engine.raw(ready.data_ptr(), ready.numel(), self.kinds[ready.dtype])

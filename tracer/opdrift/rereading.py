@@ -1,0 +1,180 @@
+"""Read leaves again at their use, to find writes that no op made."""
+
+from __future__ import annotations
+
+import weakref
+from time import perf_counter_ns as now
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from opdrift.neutral import silent
+from opdrift.storages import Entry, Key, Leaf, StorageState, in_layout, key_of, version_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from opdrift.buffers import ThreadBuffers
+    from opdrift.fingerprint.partials import Rows
+    from opdrift.values import Values
+
+#: Share of the run's time that re-reading may take under integrity="auto", and a first grant.
+RECHECK_SHARE: Final = 0.015
+RECHECK_GRANT_NS: Final = 500_000
+#: After so many uses of leaves that have had their turn, another round begins.
+_ROUND: Final = 256
+#: At least so many bytes a device reads in a nanosecond when it fingerprints them (decision 7): its time counts, too.
+_DEVICE_BYTES_PER_NS: Final = 500
+_NEVER: Final = 1 << 62
+
+
+class Rereading:
+    """When leaves are read again, and what comes of it.
+
+    Args:
+        values: The values of the recording.
+        integrity: How often: "auto", "full" or "off".
+        thread: The buffers of the current thread.
+    """
+
+    def __init__(
+        self, values: Values, integrity: str, *, thread: Callable[[], ThreadBuffers]
+    ) -> None:
+        self._values = values
+        self._thread = thread
+        self._always = integrity == "full"
+        self.opened = now()
+        self._spent = 0
+        #: leaves may be read again at use from this moment on (perf_counter_ns)
+        self.gate = _NEVER if integrity == "off" else 0
+        #: leaves whose turn is not later than this round may be read
+        self.round = 0
+        self._passed_over = 0
+
+    def moved(self, t: ThreadBuffers, tensor: Tensor, state: StorageState, entry: Entry) -> Entry:
+        """A leaf whose address or version changed with no op that we saw: read it again.
+
+        The content, not the trigger, tells whether it changed.
+        """
+        at, version = tensor.untyped_storage().data_ptr() or 1, version_of(tensor)
+        leaf = state.leaf
+        assert leaf is not None
+        # `p` and `p.data` have two version counters
+        known = at == state.at and version in leaf.versions
+        state.at, state.version = at, version
+        if known:
+            return entry
+        leaf.at_version(version)
+        if state.special is not None or self.is_unchanged(tensor, leaf):
+            return entry
+        return self._changed(t, tensor, state, leaf)
+
+    def recheck(self, t: ThreadBuffers, tensor: Tensor, state: StorageState, entry: Entry) -> Entry:
+        """Read a leaf again at use if the time for it is there; a change without a writer is a new value."""
+        leaf = state.leaf
+        if leaf is None or state.special is not None:
+            return entry
+        if not self._always and not self._has_turn(leaf):
+            return entry
+        started = now()
+        if not self._always and self._values.is_elsewhere(tensor):
+            self._probe(t, tensor, state, leaf)
+            self._spent += tensor.nbytes // _DEVICE_BYTES_PER_NS
+        elif self.is_unchanged(tensor, leaf) is False:
+            entry = self._changed(t, tensor, state, leaf)
+        self._spent += now() - started
+        if not self._always and self._spent > RECHECK_GRANT_NS:
+            self.gate = self.opened + int((self._spent - RECHECK_GRANT_NS) / RECHECK_SHARE)
+        return entry
+
+    def _has_turn(self, leaf: Leaf) -> bool:
+        """Whether a leaf may be read again now; a round ends when those in use have had their turn."""
+        if leaf.turn > self.round:
+            self._passed_over += 1
+            if self._passed_over < _ROUND:
+                return False
+            self.round += 1
+        self._passed_over = 0
+        leaf.turn = self.round + 1
+        return True
+
+    def is_unchanged(self, tensor: Tensor, leaf: Leaf) -> bool | None:
+        """Whether a leaf holds what it held when last read, by any view of it; None if that is unknown.
+
+        Waits for a device that holds it.
+        """
+        elsewhere = self._values.is_elsewhere(tensor)
+        if leaf.key is None and elsewhere:
+            self._values.devices.settle(tensor.device)  # what it held may be under way
+        whole = None if leaf.key is None else self._whole(tensor, leaf.key)
+        if whole is None or not self._values.can_read(whole):
+            return None
+        if not elsewhere:
+            return self._values.digest(whole) == leaf.raw
+        row = self._values.devices.now(whole)
+        return None if row is None else int(row["raw"]) == leaf.raw
+
+    def learn(self, tensor: Tensor, state: StorageState, leaf: Leaf) -> None:
+        """Read a leaf whose fingerprint is another value's, so that it can be told when it changes."""
+        key, size = key_of(tensor), tensor.numel()
+        if self._values.is_elsewhere(tensor):
+            self._values.devices.probe(tensor, state.when_read(key, size))
+        else:
+            leaf.read(key, size, self._values.digest(tensor))
+
+    def _probe(self, t: ThreadBuffers, tensor: Tensor, state: StorageState, leaf: Leaf) -> None:
+        """Let a device read a leaf again; that it has changed is told once that has arrived."""
+        key = leaf.key
+        whole = None if key is None else self._whole(tensor, key)
+        if key is None or whole is None:
+            return
+        # weakly: a state that lives says that its storage does
+        reference, writes, size = weakref.ref(state), state.writes, whole.numel()
+        raw, moment = leaf.raw, (t.seq, t.call)
+
+        def compare(rows: Rows) -> None:
+            state = reference()
+            if state is not None and state.writes == writes and int(rows["raw"][0]) != raw:
+                entry = self._found_changed(state, leaf, key, moment)
+                rows["value"] = state.hashed = entry[0]
+                leaf.read(key, size, int(rows["raw"][0]))
+
+        self._values.devices.probe(whole, compare)
+
+    def _found_changed(
+        self, state: StorageState, leaf: Leaf, key: Key, moment: tuple[int, int]
+    ) -> Entry:
+        """As `_changed`, of a content that was read some ops ago: they were recorded with the older value."""
+        state.writes += 1
+        state.values = {}
+        leaf.forget()
+        entry = self._values.make(self._thread(), state, key)
+        for name, kind in leaf.names or [("", "constant")]:
+            leaf.told.add(entry[0])
+            self._values.write_leaf((name, kind, "changed", entry[0], *moment))
+        return entry
+
+    def _whole(self, tensor: Tensor, key: Key) -> Tensor | None:
+        """The tensor in this layout on the storage of another."""
+        if key == key_of(tensor) and not (tensor.is_conj() or tensor.is_neg()):
+            return tensor
+        with silent(), torch._C.DisableTorchFunction(), torch.no_grad():
+            return in_layout(tensor.untyped_storage(), key)
+
+    def _changed(self, t: ThreadBuffers, tensor: Tensor, state: StorageState, leaf: Leaf) -> Entry:
+        """Register what a leaf holds that no op wrote, in the layout that was known and in this one."""
+        key = key_of(tensor)
+        whole = None if leaf.key is None else self._whole(tensor, leaf.key)
+        if whole is None:
+            whole = tensor
+        state.writes += 1
+        state.values = {}
+        leaf.forget()
+        entry = self._values.make(t, state, key_of(whole))
+        if self._values.can_read(whole):
+            self._values.show(t, whole, state, entry[0], key_of(whole))
+        for name, kind in leaf.names or [("", "constant")]:
+            self._values.tell(t, leaf, entry[0], name, kind, "changed")
+        return state.values.get(key) or self._values.adopt_layout(t, tensor, state, key)
