@@ -120,11 +120,14 @@ class Case:
         )
 
 
-def build_case(left: Trace, right: Trace, maps: Maps) -> Case:
-    """Align two traces and compare their pairs."""
+def build_case(left: Trace, right: Trace, maps: Maps, *, same_size: bool = False) -> Case:
+    """Align two traces and compare their pairs; with `same_size` only values of equal size."""
     a = Contents(left)
     b = a if right is left else Contents(right)
     pairing = align(a, b, maps=maps)
     return Case(
-        Side(a, pairing.home[0]), Side(b, pairing.home[1]), pairing, Compared(a, b, pairing)
+        Side(a, pairing.home[0]),
+        Side(b, pairing.home[1]),
+        pairing,
+        Compared(a, b, pairing, same_size=same_size),
     )

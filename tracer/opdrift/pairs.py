@@ -49,7 +49,18 @@ class Slots:
 class Compared:
     """What is equal and what differs in the pairs of two traces."""
 
-    def __init__(self, left: Contents, right: Contents, pairing: Pairing) -> None:
+    def __init__(
+        self, left: Contents, right: Contents, pairing: Pairing, *, same_size: bool = False
+    ) -> None:
+        """Compare all pairs.
+
+        Args:
+            left: The left trace.
+            right: The right trace.
+            pairing: Their pairs.
+            same_size: Values of different size say nothing: the runs have batches of different size.
+        """
+        self._same_size = same_size
         self.left = left
         self.right = right
         self.pairing = pairing
@@ -68,6 +79,8 @@ class Compared:
             (lineage[0] == lineage[1]) & (lineage[0] != 0)
         )
         blank = ((place[0] == 0) & (lineage[0] == 0)) | ((place[1] == 0) & (lineage[1] == 0))
+        if self._same_size:
+            blank |= a.layouts.size[left] != b.layouts.size[right]
         return np.where(equal, EQUAL, np.where(blank, UNKNOWN, DIFFERENT)).astype(np.int8)
 
     # ---- per pair --------------------------------------------------------------------------------------

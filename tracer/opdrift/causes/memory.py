@@ -318,7 +318,8 @@ def unseen_write(e: Evidence) -> Cause | None:
     ):
         return None
     if (
-        gap.changed_index is not None
+        e.origin.inputs_match is not True
+        or gap.changed_index is not None
         or draws(e.case.left, op.left)
         or draws(e.case.right, op.right)
     ):

@@ -100,7 +100,11 @@ def buffer_state(e: Evidence) -> Cause | None:
     names = e.origin.names
     sizes = _sizes(e, _members(e))
     total, differing, _ = e.shared.model_leaves
-    plural = "buffers differ" if len(names) > 1 else "the buffer differs"
+    what = (
+        "buffers differ before the first op that reads them"
+        if len(names) > 1
+        else "the buffer differs before the first op that reads it"
+    )
     evidence = [
         f"{some(names, 6)} ({differing} of {counted(total, 'tensor')} of the model differ)",
         *_drawn(e, _members(e))[0],
@@ -111,7 +115,7 @@ def buffer_state(e: Evidence) -> Cause | None:
     return cause(
         "buffer-state",
         "certain",
-        f"{plural} before the first op that reads it: {some(names)}",
+        f"{what}: {some(names)}",
         evidence,
         "Save and load buffers with the weights (persistent buffers are in state_dict()); call model.eval() so that"
         " running statistics stay as they are; reset caches between runs.",

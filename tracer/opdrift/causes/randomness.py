@@ -107,6 +107,12 @@ def train_mode(e: Evidence) -> Cause | None:
         if "batch_norm" in side.name(op) or "instance_norm" in side.name(op)
     ]
     one_sided = None not in modes and modes[0] != modes[1]
+    if (
+        not differs
+        and e.origin.inputs_match is None
+        and (found := _batch_statistics(e)) is not None
+    ):
+        return found
     if not differs and not (one_sided and (norms or e.origin.kind == "structure")):
         return None
     if not differs and _drawing(e):
@@ -126,6 +132,29 @@ def train_mode(e: Evidence) -> Cause | None:
         f"{scope(module.path) if module else 'a layer'} runs in training mode in one run and not in the other",
         evidence,
         "Call model.eval() before inference in both runs (or model.train() in both), also after loading or copying the model.",
+    )
+
+
+def _batch_statistics(e: Evidence) -> Cause | None:
+    """A norm in training mode whose inputs are batches of different size: its result depends on the batch."""
+    for name, side, op in e.sides:
+        if op is None or "batch_norm" not in side.name(op):
+            return None
+        given = dict(side.op(op).signature.arguments)
+        if not any(given.get(argument) is True for argument in TRAINING):
+            return None
+    found = e.any_op
+    assert found is not None
+    name, side, op = found
+    return cause(
+        "train-mode",
+        "likely",
+        f"{side.name(op)} in {scope(side.module(op))} normalises by the statistics of the batch, and the batches differ",
+        [
+            f"both: training=True, so mean and variance are those of the batch: {side.place(op)}",
+            "its inputs have different sizes in the two runs",
+        ],
+        "Call model.eval() before inference: the norm then uses its running statistics.",
     )
 
 

@@ -62,11 +62,13 @@ def diagnose(
             f"{left.path} has fingerprints of kind {left.header.fingerprint!r}, {right.path} of kind"
             f" {right.header.fingerprint!r}. Record both runs with the same version of opdrift."
         )
-    case = build_case(left, right, maps)
+    case = build_case(left, right, maps, same_size=samples is not None)
     environment = environment_of(left.header, right.header)
-    found = find_origins(case, whole=left.complete and right.complete, samples=samples is not None)
-    if not found.origins and not (left.complete and right.complete):
-        raise _incomplete(left, right, case)
+    # of a batch of another size the results cannot be held against each other, so every op counts
+    whole = left.complete and right.complete and samples is None
+    found = find_origins(case, whole=whole)
+    if not found.origins and not whole:
+        raise _nothing_found(left, right, case)
     sizes = receive(case, found.receivers)
     judged = _judge(case, found, sizes, environment, tolerance)
     final = _final(case, found)
@@ -95,7 +97,14 @@ def diagnose(
     )
 
 
-def _incomplete(left: Trace, right: Trace, case: Case) -> IncomparableTracesError:
+def _nothing_found(left: Trace, right: Trace, case: Case) -> IncomparableTracesError:
+    """Nothing differs in what can be compared, and that is not all."""
+    if left.complete and right.complete:
+        return IncomparableTracesError(
+            "Nothing differs in the tensors that have the same size in both runs, and without per-sample"
+            f" records the others cannot be compared. Record {left.path} and {right.path} again with"
+            " batch=opdrift.Batch(size), or compare runs of equal batches."
+        )
     which = " and ".join(f"{t.path} is {t.incomplete}" for t in (left, right) if not t.complete)
     return IncomparableTracesError(
         f"{which}. Nothing differs in the {len(case.pairing.left)} ops that both traces have, but what"

@@ -104,6 +104,6 @@ def notes_of(case: Case, found: Found, *, samples: tuple[int, int] | None) -> tu
     if samples is not None:
         notes.append(
             f"sample {samples[0]} against {samples[1]} was asked for, but per-sample records are missing:"
-            " only tensors of the same size on both sides were compared"
+            " tensors of different size on the two sides were not compared"
         )
     return tuple(notes)

@@ -50,13 +50,12 @@ class Found:
     live: Sides[bytearray | None]
 
 
-def find_origins(case: Case, *, whole: bool, samples: bool = False) -> Found:
+def find_origins(case: Case, *, whole: bool) -> Found:
     """Find all origins.
 
     Args:
         case: Two paired traces.
-        whole: Both traces are complete, so that their results are known; else every op counts.
-        samples: One sample of each run's batch is asked for: tensors of different size do not count.
+        whole: The results of both runs are known and can be compared; else every op counts.
     """
     sinks = find_sinks(case.compared, case.left.leaves, case.right.leaves) if whole else []
     differing = [s for s in sinks if s.differs]
