@@ -20,7 +20,7 @@ from torch.nn import functional
 import opdrift
 from opdrift import values
 from opdrift.batches.lengths import Lengths
-from opdrift.batches.rows import MOST_SAMPLES, SampleRows
+from opdrift.batches.rows import SampleRows
 from opdrift.contents import Contents
 from opdrift.errors import IncomparableTracesError
 from opdrift.fingerprint import devices
@@ -29,7 +29,7 @@ from opdrift.fingerprint.torch_ops import TorchOps
 from opdrift.samples import OneSample, pair
 from opdrift.tracefile.axes import Position
 from opdrift.tracefile.reader import Fingerprint, FingerprintColumns
-from opdrift.tracefile.schema import SKETCHED_SAMPLES, TABLES
+from opdrift.tracefile.schema import RECORDED_SAMPLES, SKETCHED_SAMPLES, TABLES
 from opdrift.tracefile.writer import fingerprint_columns
 
 ENGINE = load_engine()
@@ -188,14 +188,14 @@ def test_a_table_that_all_samples_share_is_cut_for_each():
 
 
 def test_many_samples_are_recorded_with_less_and_then_not_at_all():
-    tensor = torch.randn(MOST_SAMPLES + 5, 40)
+    tensor = torch.randn(RECORDED_SAMPLES + 5, 40)
 
     found = rows_of(tensor, [Position(0, 1, len(tensor), 1)], len(tensor), Lengths(lambda *_: None))
 
-    assert sorted(found) == list(range(MOST_SAMPLES))
+    assert sorted(found) == list(range(RECORDED_SAMPLES))
     assert_same(found[0], whole(tensor[0]))
-    last = found[MOST_SAMPLES - 1]
-    assert last.key == whole(tensor[MOST_SAMPLES - 1]).key
+    last = found[RECORDED_SAMPLES - 1]
+    assert last.key == whole(tensor[RECORDED_SAMPLES - 1]).key
     assert found[SKETCHED_SAMPLES - 1].sketch is not None
     assert found[SKETCHED_SAMPLES].sketch is None
     assert len(last.sample) == 32
@@ -388,6 +388,54 @@ def test_a_mark_tells_where_the_batch_was_found(record):
     assert mark.fields["inputs"]["x"] == {"batch": 0, "lengths": [], "unknown": None}
     assert mark.fields["inputs"]["mask"]["batch"] is None
     assert "two leading dims of 4" in mark.fields["inputs"]["mask"]["unknown"]
+
+
+def test_random_numbers_that_meet_the_batch_have_samples(record):
+    class Noisy(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.randn(3, 4)
+
+    torch.manual_seed(0)
+    trace = record(Noisy(), torch.ones(3, 4), batch=opdrift.Batch(3))
+
+    drawn = outputs(trace, "aten.randn.default")[0]
+
+    assert trace.batch_of(drawn).batch == (Position(0, 1, 3, 1),)
+    torch.manual_seed(0)
+    assert_same(trace.sample(drawn, 1), whole(torch.randn(3, 4)[1]))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_through_nested_tensors_nothing_is_followed_and_nothing_is_claimed(record):
+    """The fast path of an encoder packs its padding away, and unpacks the result."""
+    layer = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True)
+    model = nn.TransformerEncoder(layer, 1, enable_nested_tensor=True).eval()
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+
+    trace = record(
+        lambda x: model(x, src_key_padding_mask=padding),
+        torch.randn(2, 5, 8),
+        batch=opdrift.Batch(2),
+    )
+
+    result = next(leaf.value for leaf in trace.leaves if leaf.kind == "output")
+    assert trace.footer.failures == ()
+    assert trace.batch_of(result).unknown
+
+
+def test_a_batch_that_no_input_has_is_told(record):
+    trace = record(nn.Linear(4, 2), torch.randn(3, 4), batch=opdrift.Batch(5))
+
+    assert len(trace.samples.own) == 0
+    assert any("leading dim of 5" in note for note in trace.footer.notes)
+    with pytest.raises(IncomparableTracesError, match="leading dim of 5"):
+        OneSample(Contents(trace), 0)
+
+
+def test_a_padded_length_that_no_input_has_is_told(record):
+    trace = record(nn.Linear(4, 2), torch.randn(3, 4), batch=opdrift.Batch(3, [9, 8, 7]))
+
+    assert any("dim of 9" in note for note in trace.footer.notes)
 
 
 @pytest.mark.parametrize("lengths", [None, [5, 3, 2]], ids=["whole", "padded"])

@@ -327,6 +327,8 @@ class Recorder:
             for reason, count in self._values.skipped.items()
         ]
         notes += self._slow_devices
+        if self._batches is not None:
+            notes += self._batches.notes()
         if self._unrecorded:
             notes.append(
                 f"{len(self._unrecorded)} other threads called modules: their ops are not in this trace,"

@@ -17,6 +17,7 @@ from opdrift.errors import IncomparableTracesError
 from opdrift.tokens import Words, mix
 from opdrift.tracefile.reader import Fingerprint, FingerprintColumns, Ints, Trace
 from opdrift.tracefile.samples import Followed
+from opdrift.tracefile.schema import RECORDED_SAMPLES
 
 #: Why a value has nothing to compare: it is made of all samples; where the batch, or the padding, lies in it is not
 #: known; or it was not fingerprinted (a view, unwritten memory, a sample beyond those that are recorded).
@@ -33,7 +34,8 @@ class OneSample:
         sample: Number of the sample, from 0.
 
     Raises:
-        IncomparableTracesError: The run was recorded without `batch=`, or its batch has no such sample.
+        IncomparableTracesError: The run was recorded without `batch=`, its batch has no such sample or no record of
+            it, or no input was found to carry a batch of that size.
     """
 
     def __init__(self, contents: Contents, sample: int) -> None:
@@ -50,8 +52,18 @@ class OneSample:
             raise IncomparableTracesError(
                 f"{self.trace.path} has samples 0 to {batch.size - 1}; there is no sample {sample}."
             )
+        if sample >= RECORDED_SAMPLES:
+            raise IncomparableTracesError(
+                f"{self.trace.path} has records of samples 0 to {RECORDED_SAMPLES - 1} only, not of {sample}."
+                " Record a smaller batch."
+            )
         self.size = batch.size
         self._table = self.trace.samples
+        if batch.size > _ALONE and not self._table.own:
+            raise IncomparableTracesError(
+                f"{self.trace.path} has no samples: no input was found to have a leading dim of {batch.size}."
+                " Name one that carries the batch with inputs={...}."
+            )
 
     def fingerprint(self, value: int) -> Fingerprint | None:
         """What the sample's part of a value holds; the whole of a value that carries no sample.

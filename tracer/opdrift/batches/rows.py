@@ -26,6 +26,7 @@ from opdrift.tracefile.axes import (
     outer_inner,
     valid_part,
 )
+from opdrift.tracefile.schema import RECORDED_SAMPLES
 from opdrift.tracefile.writer import int_list_column, sample_columns
 
 if TYPE_CHECKING:
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
     from opdrift.fingerprint.engine import Engine
     from opdrift.tracefile.writer import TraceWriter
 
-#: Samples from this number on have no records: a row costs about a microsecond.
-MOST_SAMPLES: Final = 1024
 #: From so many rows on, 5 MB, they should be written.
 ROWS: Final = 8192
 _MAX_SHAPES: Final = 65536
@@ -83,7 +82,7 @@ class SampleRows:
         self._devices = devices
         self._is_elsewhere = is_elsewhere
         self._size = size
-        self._recorded = min(size, MOST_SAMPLES)
+        self._recorded = min(size, RECORDED_SAMPLES)
         self._lengths = lengths
         self._cuts: dict[tuple[object, ...], Cut] = {}
         self._axes: deque[tuple[int, int, tuple[int, ...], tuple[int, ...]]] = deque()

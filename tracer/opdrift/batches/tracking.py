@@ -103,6 +103,19 @@ class Batches:
         """Whether so many rows wait that they should be written."""
         return self._rows.is_full
 
+    def notes(self) -> list[str]:
+        """What a user should know who asked for samples and gets none."""
+        size, lengths = self._batch.size, self._batch.lengths
+        where = "of a module that was called from outside every other, nor of inputs="
+        if size > 1 and not self._active:
+            return [f"no sample was recorded: no input {where}, has a leading dim of {size}"]
+        if lengths is not None and self._padded is None:
+            return [
+                f"padding counts as content: no input {where}, has a dim of {max(lengths)},"
+                " the longest sample's length"
+            ]
+        return []
+
     def write(self, writer: TraceWriter) -> None:
         """Append what waits to the trace."""
         self._rows.write(writer)
@@ -224,6 +237,8 @@ class Batches:
     def _operand(
         self, index: int, tensor: Tensor, track: Track | None, *, overwritten: bool
     ) -> Operand:
+        if not has_storage(tensor):
+            return Operand(index, (), flags=LOST.flags)
         shape, mask = tuple(tensor.shape), tensor.dtype in _MASKS
         if track is None:
             return Operand(index, shape, boolean=mask)

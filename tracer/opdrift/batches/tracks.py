@@ -65,6 +65,8 @@ class Tracks:
 
     def of(self, tensor: Tensor) -> Track | None:
         """The track of a tensor's storage; where there is none to hang it on, nothing can be followed."""
+        if tensor.is_nested:
+            return LOST
         try:
             found: Known | None = getattr(tensor.untyped_storage(), self._key, None)
         except (RuntimeError, NotImplementedError):

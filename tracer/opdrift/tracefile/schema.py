@@ -129,6 +129,8 @@ SKETCH_NARROW_BYTES: Final = 256
 SAMPLES: Final = 32
 #: Samples of a batch from this number on have no sketch: statistics and a few components must do.
 SKETCHED_SAMPLES: Final = 64
+#: Samples from this number on have no records: a row costs about a microsecond.
+RECORDED_SAMPLES: Final = 1024
 
 
 def checksum(data: Mapping[str, Any]) -> int:
