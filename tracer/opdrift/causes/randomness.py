@@ -137,22 +137,25 @@ def train_mode(e: Evidence) -> Cause | None:
 
 def _batch_statistics(e: Evidence) -> Cause | None:
     """A norm in training mode whose inputs are batches of different size: its result depends on the batch."""
-    for name, side, op in e.sides:
+    sizes = []
+    for _, side, op in e.sides:
         if op is None or "batch_norm" not in side.name(op):
             return None
         given = dict(side.op(op).signature.arguments)
         if not any(given.get(argument) is True for argument in TRAINING):
             return None
+        sizes.append(str(side.trace.meta(int(side.trace.ops.inputs[op][0]))))
     found = e.any_op
-    assert found is not None
-    name, side, op = found
+    if found is None or sizes[0] == sizes[1]:
+        return None
+    _, side, op = found
     return cause(
         "train-mode",
         "likely",
         f"{side.name(op)} in {scope(side.module(op))} normalises by the statistics of the batch, and the batches differ",
         [
             f"both: training=True, so mean and variance are those of the batch: {side.place(op)}",
-            "its inputs have different sizes in the two runs",
+            f"its input is {sizes[0]} against {sizes[1]}",
         ],
         "Call model.eval() before inference: the norm then uses its running statistics.",
     )
