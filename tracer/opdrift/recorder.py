@@ -84,7 +84,8 @@ def record(
             buffers are fingerprinted on entry. Without it, root modules are found at their first call.
         inputs: Names of input tensors. Without it, the arguments of the root module's forward are named
             by its signature.
-        batch: The leading batch of this run.
+        batch: The leading batch of this run: each sample of what carries it is recorded by itself, too, which
+            reads contents twice.
         integrations: "auto" attaches those whose library the program has imported (also later, while it
             is recorded); or names; or `()` for none.
         kernels: How much to find out about kernels: "auto" what is free, "full" more at a cost (not there

@@ -439,9 +439,13 @@ class Finding:
 class Batch:
     """The leading batch of a run, for per-sample records.
 
+    The inputs carry it in their leading dim, if that has this size, or else in their second one (layouts with
+    the length in front). Record a run of one sample with `Batch(1)`.
+
     Attributes:
         size: How many samples the batch holds.
-        lengths: Valid length of each sample along the padded dimension; None means nothing is padded.
+        lengths: Valid length of each sample along the padded dimension; None means nothing is padded. The padded
+            dimension is the one of the inputs that is as long as the longest sample.
         pad_side: On which side padding stands.
     """
 
