@@ -53,6 +53,13 @@ class Rereading:
         self.round = 0
         self._passed_over = 0
 
+    def look(self, t: ThreadBuffers, tensor: Tensor, state: StorageState, entry: Entry) -> Entry:
+        """A leaf at its use in another layout: has it moved, or is it to be read again?"""
+        at = tensor.untyped_storage().data_ptr() or 1
+        if at != state.at or version_of(tensor) != state.version:
+            return self.moved(t, tensor, state, entry)
+        return self.recheck(t, tensor, state, entry) if t.clock > self.gate else entry
+
     def moved(self, t: ThreadBuffers, tensor: Tensor, state: StorageState, entry: Entry) -> Entry:
         """A leaf whose address or version changed with no op that we saw: read it again.
 

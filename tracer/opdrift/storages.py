@@ -16,6 +16,10 @@ MAX_LAYOUTS: Final = 4096
 #: So many version counters of a leaf are remembered; the latest count.
 _MAX_VERSIONS: Final = 16
 
+_QUANTISED: Final = frozenset(
+    {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+)
+
 #: Where a tensor lies in its storage: shape, stride, offset, dtype.
 Key = tuple[Any, ...]
 #: Value id and meta id.
@@ -157,14 +161,11 @@ def is_readable(tensor: Tensor) -> bool:
 
 
 def in_layout(storage: torch.UntypedStorage, key: Key) -> Tensor | None:
-    """A plain tensor on a storage; None for dtypes of which torch makes none (quantised)."""
+    """A plain tensor on a storage; None for quantised dtypes, of which there are no plain tensors."""
     shape, stride, offset, dtype = key
-    try:
-        return torch.empty(0, dtype=dtype, device=storage.device).set_(
-            storage, offset, shape, stride
-        )
-    except RuntimeError:
+    if dtype in _QUANTISED:
         return None
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)
 
 
 def _extent(key: Key) -> int:

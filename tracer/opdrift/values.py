@@ -233,7 +233,8 @@ class Values:
         state: StorageState | None = getattr(tensor.untyped_storage(), self.key, None)
         key = key_of(tensor)
         if state is not None:
-            return self.adopt_layout(t, tensor, state, key)
+            entry = self.adopt_layout(t, tensor, state, key)
+            return self.rereading.look(t, tensor, state, entry) if state.at else entry
         state, leaf = self._new_leaf(tensor)
         entry = self.make(t, state, key)
         if not use.overwrites(tensor) and self.can_read(tensor):
