@@ -17,6 +17,7 @@ from opdrift.causes import (
     memory,
     parameters,
     precision,
+    quantisation,
     randomness,
     structure,
 )
@@ -42,7 +43,7 @@ CAUSES: Final[dict[str, Callable[[Evidence], Cause | None]]] = {
     "position-ids": arguments.position_ids,
     "mask-input": parameters.mask_input,
     "dtype": precision.dtype,
-    "quantisation": precision.quantisation,
+    "quantisation": quantisation.quantisation,
     "op-args": arguments.op_args,
     "nan": precision.nan,
     "weights": parameters.weights,
