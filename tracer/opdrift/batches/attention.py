@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from opdrift.batches.calls import Call, Operand, Placed, Shape, line_up, moved
-from opdrift.tracefile.axes import BATCH, MIXED, Position
+from opdrift.tracefile.axes import BATCH, MIXED, UNKNOWN, Position
 
 
 def attention(rows: int, features: int = -1) -> Callable[[Call, int], Placed]:
@@ -86,7 +86,9 @@ def recurrent_layer(call: Call, k: int) -> Placed:
     shape = call.outputs[k]
     if len(shape) == first.ndim and shape[:2] == first.shape[:2]:
         return Placed(tuple(p for p in first.positions if p.dim < 2), _in_features(first))
-    states = [moved(p, len(shape) - 2) for p in first.batch if p.dim == 1 and len(shape) >= 2]
+    if len(shape) < 2:
+        return _workspace(first)
+    states = [moved(p, len(shape) - 2) for p in first.batch if p.dim == 1]
     return Placed(tuple(states), _in_features(first))
 
 
@@ -99,7 +101,7 @@ def recurrent_stack(call: Call, k: int) -> Placed:
             tuple(p for p in first.positions if p.dim < first.ndim - 1), _in_features(first)
         )
     if k > 2:
-        return Placed()  # what the backward needs
+        return _workspace(first)
     batch = 0 if call.value("batch_first", False) else 1
     return Placed(
         tuple(moved(p, len(shape) - 2) for p in first.batch if p.dim == batch), _in_features(first)
@@ -115,6 +117,11 @@ def recurrent_cell(call: Call, k: int) -> Placed:
         if operand.ndim == len(call.outputs[k]) and p.dim < operand.ndim - 1
     ]
     return Placed(tuple(found))
+
+
+def _workspace(operand: Operand) -> Placed:
+    """Memory that the backward needs, laid out as the library likes."""
+    return Placed((), UNKNOWN if operand.batch else 0)
 
 
 def _in_features(operand: Operand) -> int:
