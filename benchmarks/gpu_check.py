@@ -1,6 +1,6 @@
 """Check the fingerprints and the recorder on a real GPU, and measure what they cost there.
 
-Usage: python benchmarks/gpu_check.py [--device cuda|cpu] [--quick]
+Usage: python benchmarks/gpu_check.py [--device cuda|cpu] [--quick] [SECTION ...]
 
 Needs a checkout with opdrift installed (`pip install -e .`), torch for CUDA or ROCm, and some minutes. Prints
 one table a section. Exits with 1 if anything differs from what the CPU says or if recording changed a bit of
@@ -651,6 +651,18 @@ def measure_recording(check: Check, scratch: Path) -> None:
 
 # ---- main ------------------------------------------------------------------------------------------------
 
+SECTIONS: dict[str, tuple[str, Callable[[Check, Path], None]]] = {
+    "equality": ("equality with the CPU", lambda check, _: check_equality(check)),
+    "items": ("items of a batch", lambda check, _: check_items(check)),
+    "order": ("order within a stream", lambda check, _: check_order(check)),
+    "streams": ("streams and graphs", lambda check, _: check_streams(check)),
+    "throughput": ("throughput, GB/s", lambda check, _: measure_throughput(check)),
+    "launches": ("launches", lambda check, _: measure_launches(check)),
+    "neutrality": ("neutrality", check_neutrality),
+    "diff": ("diff", check_diff),
+    "recording": ("12-layer transformer", measure_recording),
+}
+
 
 def describe(check: Check) -> str:
     if not check.is_gpu:
@@ -661,9 +673,17 @@ def describe(check: Check) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "sections",
+        nargs="*",
+        metavar="SECTION",
+        help=f"{', '.join(SECTIONS)}; all if none is named",
+    )
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--quick", action="store_true", help="smaller tensors, a smaller model")
     options = parser.parse_args()
+    if unknown := set(options.sections) - set(SECTIONS):
+        parser.error(f"no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
     if options.device == "cuda" and not torch.cuda.is_available():
         print("torch sees no CUDA or ROCm device here, so nothing was checked.")
         return 2
@@ -683,22 +703,11 @@ def main() -> int:
     print(f"torch {torch.__version__}, {describe(check)}, host engine {ENGINE.name}")
     begun = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        scratch = Path(folder)
-        sections: dict[str, Callable[[], None]] = {
-            "equality with the CPU": lambda: check_equality(check),
-            "items of a batch": lambda: check_items(check),
-            "order within a stream": lambda: check_order(check),
-            "streams and graphs": lambda: check_streams(check),
-            "throughput, GB/s": lambda: measure_throughput(check),
-            "launches": lambda: measure_launches(check),
-            "neutrality": lambda: check_neutrality(check, scratch),
-            "diff": lambda: check_diff(check, scratch),
-            "12-layer transformer": lambda: measure_recording(check, scratch),
-        }
-        for title, section in sections.items():
+        for name in options.sections or SECTIONS:
+            title, section = SECTIONS[name]
             print(f"\n{title} ({time.perf_counter() - begun:.0f} s)", flush=True)
             try:
-                section()
+                section(check, Path(folder))
             except Exception as error:  # the other sections are of interest, too
                 check.expect(False, f"{title}: {type(error).__name__}: {error}")
     by = sorted(set(check.said))

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pyarrow.ipc as ipc
 import pytest
 import torch
 from fake_device import HostAccelerator
@@ -183,6 +184,27 @@ def test_a_tensor_that_the_device_cannot_read_is_left_out(tmp_path, elsewhere):
     assert trace.footer.notes == (
         "2 contents were not fingerprinted: cuda:0 had no memory left for it",
     )
+
+
+def samples(trace: opdrift.Trace) -> list[tuple[int, ...]]:
+    """The exact part of each row of the table `samples`."""
+    table = ipc.open_stream(trace.path / "samples.arrows").read_all().to_pylist()
+    return sorted((row["value"], row["item"], row["raw"], row["n"], row["nan"]) for row in table)
+
+
+@pytest.mark.parametrize("lengths", [None, (5, 3)], ids=["whole", "padded"])
+def test_the_samples_of_a_device_s_batch_are_those_of_the_host(tmp_path, model, lengths):
+    """Each sample of each tensor that carries the batch, its valid part if it is padded."""
+    x = torch.randn(2, 5, 16)
+    model.eval()
+    batch = opdrift.Batch(2, lengths)
+    with torch.no_grad():
+        host = record(tmp_path / "host.trace", lambda: model(x), model=model, batch=batch)
+        with pytest.MonkeyPatch.context() as patch:
+            pretend(patch)
+            device = record(tmp_path / "device.trace", lambda: model(x), model=model, batch=batch)
+
+    assert samples(device) == samples(host) != []
 
 
 # ---- leaves that change with no op -----------------------------------------------------------------------
