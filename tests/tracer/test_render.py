@@ -377,6 +377,26 @@ def test_narrow_tables_never_cut_a_number(case):
             assert f" {words.size(point.relative_difference)}" in narrow
 
 
+@pytest.mark.parametrize("width", [30, 40, 60, 80, 120, 200, None])
+def test_an_environment_difference_always_shows_both_sides(width):
+    """However long the values are and however narrow the screen is: both stand there, whole."""
+    long = EnvironmentDifference("torch.build", "L" * 70, "R" * 70)
+    differing = (long, EnvironmentDifference("env.OMP_NUM_THREADS", "1", None))
+
+    page = text.render(diagnosis("diverged", divergence(), environment=differing), Screen(width))
+
+    table = page.partition("environment that differs")[2].partition("monday.trace")[0]
+    assert (table.count("L"), table.count("R")) == (70, 70 + 1)  # and the R of the variable's name
+    assert "(none)" in table
+
+
+def test_the_first_command_to_type_is_labelled_whatever_it_is():
+    """Without an op to look at, the views are what comes next."""
+    page = text.render(diagnosis("diverged"), WIDE)
+
+    assert page.endswith("\nnext: diff-trace monday.trace tuesday.trace --side-by-side\n")
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_ascii_screen_gets_ascii(case):
     """A terminal that cannot show more gets letters, digits and punctuation alone."""

@@ -159,6 +159,17 @@ class Page:
         self._lines.append(Text(""))
         self.line(title, "heading")
 
+    def fits(
+        self, columns: Sequence[Column], rows: Sequence[Sequence[str | Text]], *, indent: int = 2
+    ) -> bool:
+        """Whether `table` would show these rows whole: no column gone, nothing cut."""
+        heads = [c.title for c in columns]
+        cells = [
+            [c if isinstance(c, Text) else self.text(c) for c in row] for row in (heads, *rows)
+        ]
+        whole = indent + sum(_longest(cells, i) + 2 for i in range(len(columns))) - 2
+        return self.screen.width is None or whole <= self.screen.width
+
     def table(
         self, columns: Sequence[Column], rows: Sequence[Sequence[str | Text]], *, indent: int = 2
     ) -> None:

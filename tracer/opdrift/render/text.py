@@ -150,8 +150,15 @@ def _environment(page: Page, diagnosis: Diagnosis) -> None:
     if not differing:
         return
     page.heading("environment that differs")
-    columns = (Column("name", shorten=True), Column("left", keep=8), Column("right", keep=7))
-    page.table(columns, [(name(d.name), side(d.left), side(d.right)) for d in differing[:_ROWS]])
+    columns = (Column("name"), Column("left"), Column("right"))
+    rows = [(name(d.name), side(d.left), side(d.right)) for d in differing[:_ROWS]]
+    if page.fits(columns, rows):
+        page.table(columns, rows)
+    else:  # a value without the other side's tells nothing: one below the other, both whole
+        for title, left, right in rows:
+            page.line(title, indent=2)
+            page.line(f"left   {left}", indent=4, hang=7)
+            page.line(f"right  {right}", indent=4, hang=7)
     _rest(page, len(differing))
 
 
@@ -271,11 +278,14 @@ def describe(one: TraceSummary) -> str:
 
 def _next(page: Page, diagnosis: Diagnosis, shown: Divergence | None) -> None:
     left, right = (shlex.quote(one.path) for one in (diagnosis.left, diagnosis.right))
-    page.line()
+    commands = []
     if shown is not None and shown.name is not None and shown.kind in ("leaf", "hidden-write"):
-        page.command("next: ", f"opdrift show {left} --leaf {shlex.quote(shown.name)}")
+        commands.append(f"opdrift show {left} --leaf {shlex.quote(shown.name)}")
     elif shown is not None and shown.seq.left is not None:
-        page.command("next: ", f"opdrift show {left} --op {shown.seq.left}")
+        commands.append(f"opdrift show {left} --op {shown.seq.left}")
     elif shown is not None and shown.seq.right is not None:
-        page.command("next: ", f"opdrift show {right} --op {shown.seq.right}")
-    page.command("      ", f"diff-trace {left} {right} --side-by-side")
+        commands.append(f"opdrift show {right} --op {shown.seq.right}")
+    commands.append(f"diff-trace {left} {right} --side-by-side")
+    page.line()
+    for number, command in enumerate(commands):
+        page.command("      " if number else "next: ", command)
