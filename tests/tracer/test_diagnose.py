@@ -42,6 +42,22 @@ def test_equal_runs_are_identical():
     assert (found.verdict, found.first, found.origins, found.causes) == ("identical", None, (), ())
 
 
+@pytest.mark.parametrize("calls", [(3, 2), (2, 3)])
+def test_a_run_that_ends_early_is_not_identical(calls: tuple[int, int]):
+    """What both runs returned is equal, and one of them lacks a result."""
+
+    def run(number: int) -> Trace:
+        build = Builder()
+        for i in range(number):
+            x = build.leaf(f"x{i}", kind="input")
+            build.output(build.op("relu", x))
+        return build.build()
+
+    found = diff(run(calls[0]), run(calls[1]))
+
+    assert (found.verdict, first(found).kind) == ("diverged", "structure")
+
+
 def test_an_extra_op_on_the_right_does_not_hide_a_later_divergence():
     """An inserted cast shifts positions; the changed matmul is still found."""
     found = diff(trace("mm relu mm"), trace("mm _to_copy relu mm*"))

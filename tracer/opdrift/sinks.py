@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,14 +54,18 @@ def _named(compared: Compared, left: LeafTable, right: LeafTable) -> list[Sink]:
     for kind in kinds:
         a, b = _by_name(left.outputs, kind), _by_name(right.outputs, kind)
         rest: tuple[list[Leaf], list[Leaf]] = ([], [])
+        # per name that both runs have: the first results that were matched
+        begun: dict[str, tuple[int, int]] = dict.fromkeys(a.keys() & b.keys(), (0, 0))
         for name in dict.fromkeys([*a, *b]):
             pairs, *over = match_rows(a.get(name, ()), b.get(name, ()), words)
+            if pairs:
+                begun[name] = min(x.seq for x, _ in pairs), min(y.seq for _, y in pairs)
             found += [_sink(compared, kind, name, x.value, y.value) for x, y in pairs]
             rest[0].extend(over[0])
             rest[1].extend(over[1])
         if kind in ("parameter", "buffer"):
             rest = _with_entries(compared, kind, rest, (left, right), found)
-        found += _renamed(compared, kind, rest)
+        found += _renamed(compared, kind, rest, begun)
     return found
 
 
@@ -110,10 +114,17 @@ def _with_entries(
     return open_
 
 
-def _renamed(compared: Compared, kind: LeafKind, rest: tuple[list[Leaf], list[Leaf]]) -> list[Sink]:
+def _renamed(
+    compared: Compared,
+    kind: LeafKind,
+    rest: tuple[list[Leaf], list[Leaf]],
+    begun: Mapping[str, tuple[int, int]],
+) -> list[Sink]:
     """Results without a namesake: matched by the pair that made them, then by content, then in order.
 
-    What only one run returned is no difference of the other; a gradient that only one run has is.
+    What only one run returned under a name of its own is no difference of the other, nor is what it
+    returned before the results that both have (a warm-up). Another result after those is one: the other
+    run lacks a call. So is a gradient.
     """
     found: list[Sink] = []
     left, right = list(rest[0]), list(rest[1])
@@ -137,9 +148,13 @@ def _renamed(compared: Compared, kind: LeafKind, rest: tuple[list[Leaf], list[Le
         Sink(a.name, kind, a.value, b.value, differs=True)
         for a, b in zip(left[:both], right[:both], strict=True)
     ]
-    if kind == "gradient":
-        found += [Sink(leaf.name, kind, leaf.value, None, differs=True) for leaf in left[both:]]
-        found += [Sink(leaf.name, kind, None, leaf.value, differs=True) for leaf in right[both:]]
+    for side, leaves in enumerate((left[both:], right[both:])):
+        for leaf in leaves:
+            if kind == "gradient" or leaf.seq > begun.get(leaf.name, (leaf.seq, leaf.seq))[side]:
+                own: tuple[int | None, int | None] = (
+                    (leaf.value, None) if side == 0 else (None, leaf.value)
+                )
+                found.append(Sink(leaf.name, kind, own[0], own[1], differs=True))
     return found
 
 

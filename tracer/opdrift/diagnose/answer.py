@@ -101,9 +101,9 @@ def _nothing_found(left: Trace, right: Trace, case: Case) -> IncomparableTracesE
     """Nothing differs in what can be compared, and that is not all."""
     if left.complete and right.complete:
         return IncomparableTracesError(
-            "Nothing differs in the tensors that have the same size in both runs, and without per-sample"
-            f" records the others cannot be compared. Record {left.path} and {right.path} again with"
-            " batch=opdrift.Batch(size), or compare runs of equal batches."
+            f"Nothing differs in the tensors of {left.path} and {right.path} that have the same size in"
+            " both runs, and this version does not yet compare single samples of the others. Compare runs"
+            " of equal batches, or slice the sample out in both programs and record that."
         )
     which = " and ".join(f"{t.path} is {t.incomplete}" for t in (left, right) if not t.complete)
     return IncomparableTracesError(
