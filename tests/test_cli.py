@@ -385,6 +385,23 @@ def test_show_json_has_the_keys_of_the_contract(traces, capsys):
     assert document["findings"][0]["name"] == "2.attention.out.weight"
 
 
+def test_show_findings_as_json_are_alone(traces, capsys):
+    """--findings leaves the same object's other lists empty."""
+    assert opdrift(["show", "nan.trace", "--findings", "--format", "json"]) == 1
+    document = json.loads(said(capsys)[0])
+    assert list(document) == ["schema", "header", "ops", "marks", "leaves", "findings"]
+    assert document["header"]["schema"] == "opdrift.trace/1"
+    assert (document["ops"], document["marks"], document["leaves"]) == ([], [], [])
+    assert [f["kind"] for f in document["findings"]] == ["nan"]
+
+
+def test_show_the_ops_of_the_root_module_alone(traces, capsys):
+    """--scope takes the word that tables have for the module without a path."""
+    assert opdrift(["show", "base.trace", "--format", "json", "--scope", "(root)"]) == 0
+    ops = json.loads(said(capsys)[0])["ops"]
+    assert {op["module"] for op in ops} == {""}
+
+
 def test_show_one_op(traces, capsys):
     """--op N takes the number that the reports print."""
     assert opdrift(["show", "base.trace", "--op", "1"]) == 0

@@ -16,6 +16,7 @@ from opdrift.commands.console import emit, emit_all
 from opdrift.commands.exit_codes import ExitCode
 from opdrift.commands.options import natural
 from opdrift.errors import InvalidOptionError
+from opdrift.render.words import cell
 
 if TYPE_CHECKING:
     from opdrift.records import Finding, Leaf
@@ -35,7 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a folder that record() wrote; of a distributed run, rank 0's unless a rank's own folder is given",
     )
     add("--op", metavar="N", type=natural, help="everything about op N")
-    add("--scope", metavar="GLOB", help="the ops of these modules")
+    add(
+        "--scope",
+        metavar="GLOB",
+        help="the ops of these modules; '(root)' is the root module's own",
+    )
     add("--leaf", metavar="GLOB", help="these parameters, buffers, inputs and outputs over time")
     add("--kernels", action="store_true", help="which implementation ran, and why")
     add("--findings", action="store_true", help="only what the run alone shows to be wrong")
@@ -78,6 +83,8 @@ def _ops(trace: Trace, options: argparse.Namespace) -> Sequence[int]:
 
 
 def _below(path: str, pattern: str) -> bool:
+    if pattern == cell(""):  # as tables call the root module, which has no path
+        return not path
     return fnmatchcase(path, pattern) or fnmatchcase(path, f"{pattern}.*")
 
 
@@ -109,7 +116,12 @@ def _json(
     from opdrift.render import trace_json
 
     found = _findings(options.trace, trace)
-    emit_all(trace_json.render(trace, ops, leaves, found, kernels=options.kernels))
+    if options.findings:
+        emit_all(trace_json.render(trace, (), (), found, marks=()))
+    else:
+        emit_all(
+            trace_json.render(trace, ops, leaves, found, marks=trace.marks, kernels=options.kernels)
+        )
     return _status(found, options)
 
 

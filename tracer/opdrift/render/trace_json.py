@@ -48,6 +48,7 @@ def render(
     leaves: Sequence[Leaf],
     findings: Sequence[Finding],
     *,
+    marks: Sequence[Mark],
     kernels: bool = False,
 ) -> Iterator[str]:
     """The document in pieces, one record a line, so that a long trace needs no memory.
@@ -57,12 +58,13 @@ def render(
         ops: Indices of the ops to list.
         leaves: The leaves to list.
         findings: What `opdrift.findings` found.
+        marks: The marks to list.
         kernels: Whether ops get the field `kernel`.
     """
     picks = picks_of(trace, ops) if kernels else None
     yield f'{{"schema": "{TRACE_SCHEMA}",\n"header": {_dump(header_object(trace))},\n'
     yield from _list("ops", (_op(trace, i, picks) for i in ops))
-    yield from _list("marks", (mark_object(m) for m in trace.marks))
+    yield from _list("marks", (mark_object(m) for m in marks))
     yield from _list("leaves", (leaf_object(trace, leaf) for leaf in leaves))
     yield from _list("findings", (finding_object(f) for f in findings), last=True)
     yield "}\n"
