@@ -79,9 +79,8 @@ class Unwritten:
         """The part of the mask that belongs to a tensor: its shape, and an axis of grains per element."""
         assert self._mask is not None
         size, nbytes = tensor.element_size(), tensor.untyped_storage().nbytes()
-        if nbytes // self._grain != len(
-            self._mask
-        ):  # the storage was resized, and is other memory now
+        # a storage that was resized is other memory
+        if nbytes // self._grain != len(self._mask):
             self._mask, self._grain = np.zeros(nbytes // size, np.bool_), size
         elif size < self._grain:
             self._mask, self._grain = np.repeat(self._mask, self._grain // size), size

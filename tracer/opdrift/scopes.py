@@ -68,9 +68,8 @@ def cleaner(model: Module) -> Callable[[str], str]:
         return clean
 
     def without(path: str) -> str:
-        for segment in reversed(
-            parallel
-        ):  # the innermost first, while the paths before it are whole
+        # the innermost first, while the paths before it are whole
+        for segment in reversed(parallel):
             if path == segment or path.startswith(f"{segment}."):
                 path = segment.removesuffix("module") + path[len(segment) + 1 :]
         return clean(path.removesuffix("."))
@@ -91,15 +90,14 @@ def unwrapped(module: Module) -> Module:
 
 
 class _Known:
-    """A module's path, its number in the trace and how often it was called."""
+    """A module, its path, and that path's number in the trace."""
 
-    __slots__ = ("calls", "id", "path", "ref")
+    __slots__ = ("id", "path", "ref")
 
     def __init__(self, ident: int, path: str, ref: weakref.ref[Module]) -> None:
         self.id = ident
         self.path = path
         self.ref = ref
-        self.calls = 0
 
 
 class Scopes:

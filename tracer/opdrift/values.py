@@ -171,9 +171,8 @@ class Values:
             self._flush(t)
             row = 0
         n, address = tensor.numel(), tensor.data_ptr()
-        if (
-            not address and n
-        ):  # autograd's zeros have no memory, and reading it would end the process
+        # autograd's zeros have no memory, and reading it would end the process
+        if not address and n:
             tensor = self.engine.plain(tensor)
             address = tensor.data_ptr()
         (self.put if n < self.large else self.put_large)(

@@ -1,0 +1,446 @@
+"""The recorder as a program uses it: its life, its marks, scopes and pauses, and what it refuses."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from recordings import recording
+from torch import nn
+from torch.nn.modules import module as torch_modules
+
+import opdrift
+from opdrift import recorder as recorder_module
+from opdrift.errors import InvalidOptionError, RecorderStateError, TraceExistsError
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "run.trace"
+
+
+# ---- life --------------------------------------------------------------------------------------------
+
+
+def test_ops_outside_the_block_are_not_recorded():
+    torch.ones(2)
+    with recording() as found:
+        torch.zeros(2)
+    torch.ones(2)
+
+    assert [op.name for op in found.ops] == ["aten.zeros.default"]
+
+
+def test_a_block_without_ops_is_a_whole_trace():
+    with recording() as found:
+        pass
+
+    assert found.trace.complete
+
+
+def test_a_label_may_be_any_text(path: Path):
+    with opdrift.record(path, label="d\u00e9j\u00e0 vu \u2603"):
+        pass
+
+    assert opdrift.load(path).header.label == "d\u00e9j\u00e0 vu \u2603"
+
+
+def test_a_path_may_be_any_text(tmp_path: Path):
+    with opdrift.record(tmp_path / "d\u00e9j\u00e0 vu \u2603"):
+        torch.ones(2)
+
+    assert len(opdrift.load(tmp_path / "d\u00e9j\u00e0 vu \u2603").ops) == 1
+
+
+def test_a_recorder_records_once(path: Path):
+    recorder = opdrift.record(path)
+    with recorder:
+        pass
+
+    with pytest.raises(RecorderStateError, match="records once"), recorder:
+        pass
+
+
+def test_an_error_of_the_program_is_in_the_trace(path: Path):
+    with pytest.raises(KeyError), opdrift.record(path):
+        raise KeyError("mine")
+
+    footer = opdrift.load(path).footer
+    assert footer is not None
+    assert (footer.ended, footer.exception) == ("raised", "KeyError: 'mine'")
+
+
+# ---- an error while opening ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> type[Exception]:
+    """Opening fails at its last step."""
+
+    class PlantedError(Exception):
+        pass
+
+    def fail(self: object) -> None:
+        raise PlantedError
+
+    monkeypatch.setattr(recorder_module.RecordingMode, "__enter__", fail)
+    return PlantedError
+
+
+def test_after_an_error_while_opening_the_path_is_free_again(
+    path: Path, broken: type[Exception], monkeypatch: pytest.MonkeyPatch
+):
+    with pytest.raises(broken), opdrift.record(path):
+        pass
+    monkeypatch.undo()
+
+    with opdrift.record(path):
+        torch.ones(2)
+    assert len(opdrift.load(path).ops) == 1
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        lambda: list(sys.meta_path),
+        lambda: list(warnings.filters),
+        lambda: dict(torch_modules._global_forward_hooks),
+        lambda: dict(torch_modules._global_forward_pre_hooks),
+        lambda: torch._C._len_torch_dispatch_stack(),
+        lambda: torch_modules._has_any_global_hook,
+    ],
+    ids=["importers", "warnings", "hooks", "pre-hooks", "modes", "torch's question"],
+)
+def test_after_an_error_while_opening_nothing_is_attached(
+    state: Callable[[], object], path: Path, broken: type[Exception]
+):
+    before = state()
+    with pytest.raises(broken), opdrift.record(path):
+        pass
+
+    assert state() == before
+
+
+def test_after_an_error_while_opening_the_watchdog_ends(path: Path, broken: type[Exception]):
+    before = set(threading.enumerate())
+    recorder = opdrift.record(path)
+    with pytest.raises(broken), recorder:
+        pass
+    for thread in set(threading.enumerate()) - before:
+        thread.join(timeout=5)
+
+    assert set(threading.enumerate()) <= before
+
+
+def test_an_engine_that_cannot_be_had_makes_no_folder(path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OPDRIFT_FINGERPRINT", "abacus")
+    with pytest.raises(InvalidOptionError, match="abacus"), opdrift.record(path):
+        pass
+
+    assert not path.exists()
+
+
+def test_a_recorder_that_could_not_be_opened_is_not_open(path: Path, broken: type[Exception]):
+    recorder = opdrift.record(path)
+    with pytest.raises(broken), recorder:
+        pass
+
+    with pytest.raises(RecorderStateError):
+        recorder.mark("step")
+
+
+# ---- paths that are taken ---------------------------------------------------------------------------------
+
+
+def test_a_trace_that_is_being_recorded_is_not_replaced(path: Path):
+    with (
+        opdrift.record(path),
+        pytest.raises(TraceExistsError, match="being recorded"),
+        opdrift.record(path, overwrite=True),
+    ):
+        pass
+
+    assert opdrift.load(path).complete
+
+
+def test_a_trace_that_was_closed_may_be_replaced(path: Path):
+    for _ in range(2):
+        with opdrift.record(path, overwrite=True):
+            torch.ones(2)
+
+    assert len(opdrift.load(path).ops) == 1
+
+
+# ---- ranks --------------------------------------------------------------------------------------------------
+
+
+def announce(monkeypatch: pytest.MonkeyPatch, rank: int, size: int) -> None:
+    """As torchrun does."""
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", str(size))
+
+
+def test_each_rank_has_a_folder_of_its_own(path: Path, monkeypatch: pytest.MonkeyPatch):
+    for rank in (0, 1):
+        announce(monkeypatch, rank, 2)
+        with opdrift.record(path):
+            torch.ones(2)
+
+    assert sorted(folder.name for folder in path.iterdir()) == ["rank-00000", "rank-00001"]
+    assert opdrift.load(path, rank=1).header.rank == 1  # type: ignore[call-arg]
+
+
+def test_a_launch_of_one_process_has_no_ranks(path: Path, monkeypatch: pytest.MonkeyPatch):
+    announce(monkeypatch, 0, 1)
+    with opdrift.record(path):
+        torch.ones(2)
+
+    assert opdrift.load(path).header.rank is None
+
+
+def test_a_rank_is_not_added_to_the_trace_of_one_process(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with opdrift.record(path):
+        pass
+    announce(monkeypatch, 1, 2)
+
+    with pytest.raises(TraceExistsError, match="one process"), opdrift.record(path):
+        pass
+
+
+# ---- marks ----------------------------------------------------------------------------------------------------
+
+
+def test_a_mark_stands_after_the_op_before_it():
+    with recording() as found:
+        torch.ones(2)
+        found.recorder.mark("step", step=3)
+        torch.ones(2)
+
+    (mark,) = found.trace.marks
+    assert (mark.kind, mark.seq, mark.fields) == ("step", 1, {"step": 3})
+
+
+def test_numbers_that_json_has_no_word_for_become_text():
+    with recording() as found:
+        found.recorder.mark("step", loss=float("nan"), all=[float("inf"), 1.5])
+
+    assert found.trace.marks[0].fields == {"loss": "nan", "all": ["inf", 1.5]}
+
+
+def test_fields_may_have_any_name():
+    with recording() as found:
+        found.recorder.mark("step", kind="warm-up", self=1)
+
+    assert found.trace.marks[0].fields == {"kind": "warm-up", "self": 1}
+
+
+def test_a_mark_with_a_tensor_says_what_to_use_instead():
+    with recording() as found, pytest.raises(InvalidOptionError, match="Use numbers"):
+        found.recorder.mark("step", loss=torch.ones(2))
+
+
+@pytest.mark.parametrize("kind", [3, "", None])
+def test_the_kind_of_a_mark_is_text(kind: object):
+    with recording() as found, pytest.raises(InvalidOptionError, match="text"):
+        found.recorder.mark(kind)  # type: ignore[arg-type]
+
+
+def test_a_mark_that_was_refused_spoils_no_other():
+    with recording() as found:
+        found.recorder.mark("first")
+        with pytest.raises(InvalidOptionError):
+            found.recorder.mark(3)  # type: ignore[arg-type]
+
+    assert [mark.kind for mark in found.trace.marks] == ["first"]
+
+
+def test_a_number_that_went_into_the_program_is_a_mark():
+    with recording() as found:
+        torch.full((1,), 2.5).item()
+
+    assert [(mark.kind, mark.fields) for mark in found.trace.marks] == [("scalar", {"value": 2.5})]
+
+
+def test_a_setting_that_changes_is_a_mark():
+    model = nn.Linear(2, 2)
+    with recording(model=model) as found, torch.no_grad():
+        model(torch.ones(1, 2))
+
+    flags = [mark.fields for mark in found.trace.marks if mark.kind == "flags"]
+    assert flags[0]["grad_mode"] == [True, False]
+
+
+# ---- what needs an open recorder ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda recorder: recorder.mark("step"),
+        lambda recorder: recorder.scope("loss"),
+        lambda recorder: recorder.pause(),
+        lambda recorder: recorder.name_tensor(torch.ones(2), "x"),
+        lambda recorder: recorder.digest(torch.ones(2)),
+        lambda recorder: recorder.clean_path(nn.Linear(1, 1)),
+    ],
+    ids=["mark", "scope", "pause", "name_tensor", "digest", "clean_path"],
+)
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_recorder_that_is_not_open_says_so(
+    call: Callable[[opdrift.Recorder], object], moment: str, path: Path
+):
+    recorder = opdrift.record(path)
+    if moment == "after":
+        with recorder:
+            pass
+
+    with pytest.raises(RecorderStateError, match="not open"):
+        call(recorder)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda recorder: recorder.name_tensor(3, "x"), "no tensor"),
+        (lambda recorder: recorder.name_tensor(torch.ones(2), 3), "text"),
+        (lambda recorder: recorder.name_tensor(torch.ones(2), "x", kind="weight"), "choose one of"),
+        (lambda recorder: recorder.digest([1.0]), "no tensor"),
+        (lambda recorder: recorder.scope(""), "text"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(call: Callable[[opdrift.Recorder], object], words: str):
+    with recording() as found, pytest.raises(InvalidOptionError, match=words):
+        call(found.recorder)
+
+
+# ---- pauses --------------------------------------------------------------------------------------------------
+
+
+def test_ops_in_a_pause_run_and_are_not_recorded():
+    with recording() as found:
+        with found.recorder.pause():
+            x = torch.ones(2)
+        x * 2
+
+    assert [op.name for op in found.ops] == ["aten.mul.Tensor"]
+    assert found.read("mul.Tensor") == [[1.0, 1.0]]
+
+
+def test_pauses_may_be_nested():
+    with recording() as found:
+        with found.recorder.pause():
+            with found.recorder.pause():
+                pass
+            torch.ones(2)
+        torch.zeros(2)
+
+    assert [op.name for op in found.ops] == ["aten.zeros.default"]
+
+
+def test_a_pause_ends_with_an_error():
+    with recording() as found:
+        with pytest.raises(KeyError), found.recorder.pause():
+            raise KeyError
+        torch.zeros(2)
+
+    assert len(found.ops) == 1
+
+
+def test_a_write_in_a_pause_is_seen_later_as_a_hidden_one():
+    weight = torch.ones(2)
+    with recording(inputs={"weight": weight}) as found:
+        with found.recorder.pause():
+            weight.fill_(3.0)
+        weight * 2
+
+    assert [finding.name for finding in found.findings] == ["weight"]
+
+
+def test_modules_in_a_pause_leave_the_scope_as_it_was():
+    model = nn.Sequential(nn.Linear(2, 2))
+    with recording(model=model) as found:
+        with found.recorder.pause():
+            model(torch.ones(1, 2))
+        torch.ones(2) * 2
+
+    assert found.op("mul.Tensor").call.id == 0
+
+
+# ---- digests and paths ------------------------------------------------------------------------------------------
+
+
+def test_equal_contents_have_equal_digests():
+    with recording() as found:
+        digests = {found.recorder.digest(x) for x in (torch.ones(2, 3), torch.ones(3, 2).t())}
+
+    assert len(digests) == 1
+
+
+def test_a_content_that_cannot_be_read_has_no_digest():
+    with recording() as found:
+        assert found.recorder.digest(torch.ones(2, device="meta")) is None
+
+
+def test_a_digest_records_no_ops():
+    x = torch.ones(2, 3).t()
+    with recording() as found:
+        found.recorder.digest(x)
+
+    assert found.ops == []
+
+
+def test_the_path_of_a_module_is_known_from_the_start():
+    model = nn.Sequential(nn.Linear(2, 2))
+    with recording(model=model) as found:
+        assert found.recorder.clean_path(model[0]) == "0"
+        assert found.recorder.clean_path(nn.Linear(1, 1)) is None
+
+
+# ---- where it is used -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "context",
+    [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu")],
+    ids=["no_grad", "inference_mode", "autocast"],
+)
+def test_a_recording_may_begin_in_any_mode(context: Callable[[], object]):
+    model = nn.Linear(2, 2)
+    with context(), recording(model=model) as found:  # type: ignore[attr-defined]
+        model(torch.ones(1, 2))
+
+    assert found.leaves("output")
+
+
+def test_a_recording_may_be_inside_another():
+    with recording() as outer:
+        torch.ones(2)
+        with recording() as inner:
+            torch.zeros(2)
+
+    assert [op.name for op in inner.ops] == ["aten.zeros.default"]
+    assert [op.name for op in outer.ops] == ["aten.ones.default", "aten.zeros.default"]
+
+
+def test_two_recordings_of_one_model_have_its_names():
+    model = nn.Linear(2, 2)
+    with recording(model=model) as outer, recording(model=model) as inner:
+        model(torch.ones(1, 2))
+
+    assert [leaf.name for leaf in inner.trace.leaves if leaf.when == "entry"] == ["weight", "bias"]
+    assert outer.paths == inner.paths == [("", 0)]
+
+
+def test_an_op_over_more_tensors_than_a_buffer_holds_is_recorded():
+    with recording() as found:
+        parts = [torch.zeros(1)] * 40_000
+        torch.cat(parts)
+
+    assert len(found.op("cat.default").inputs) == 40_000
