@@ -419,12 +419,12 @@ def test_without_per_sample_records_only_equal_sizes_are_compared():
     found = diff(left.build(), right.build(), samples="0:2")
 
     assert [d.name for d in found.origins] == ["w"]
-    assert any("per-sample records are missing" in note for note in found.notes)
+    assert any("not yet compared" in note for note in found.notes)
 
 
 def test_nothing_found_without_per_sample_records_is_no_verdict():
-    """What could not be compared may differ: an error says how to record."""
-    with pytest.raises(IncomparableTracesError, match="batch="):
+    """What could not be compared may differ: an error says so, and what to do."""
+    with pytest.raises(IncomparableTracesError, match="does not yet compare single samples"):
         diff(batch(1), batch(3), samples="0:2")
 
 

@@ -29,7 +29,7 @@ def dropout(e: Evidence) -> Cause | None:
     ]
     calls = e.calls()
     for label, module in (("left", calls.left), ("right", calls.right)):
-        if module is not None:
+        if module is not None and module.id:
             evidence.append(f"{label}: {scope(module.path)} ran with training={module.training}")
     evidence += [
         f"{s.name}: {s.left or 'absent'} against {s.right or 'absent'}" for s in e.origin.settings
@@ -96,10 +96,8 @@ def train_mode(e: Evidence) -> Cause | None:
     """A layer runs in training mode in one run only, or uses batch statistics at inference."""
     differs = [s for s in e.origin.settings if s.name in TRAINING]
     calls = e.calls()
-    modes = (
-        calls.left.training if calls.left else None,
-        calls.right.training if calls.right else None,
-    )
+    # call 0 is the program outside every module, which has no mode
+    modes = tuple(c.training if c is not None and c.id else None for c in (calls.left, calls.right))
     norms = [
         (name, side, op)
         for number, (name, side, _) in enumerate(e.sides)
@@ -119,7 +117,7 @@ def train_mode(e: Evidence) -> Cause | None:
         return None  # dropout says it better
     evidence = [f"{s.name}: {s.left} against {s.right}" for s in differs]
     for label, module in (("left", calls.left), ("right", calls.right)):
-        if module is not None:
+        if module is not None and module.id:
             kind = f" ({module.type})" if module.type else ""
             evidence.append(
                 f"{label}: {scope(module.path)}{kind} ran with training={module.training}"

@@ -103,7 +103,7 @@ def notes_of(case: Case, found: Found, *, samples: tuple[int, int] | None) -> tu
             notes.append(f"{listed} differ but have no part in a result that differs")
     if samples is not None:
         notes.append(
-            f"sample {samples[0]} against {samples[1]} was asked for, but per-sample records are missing:"
+            f"sample {samples[0]} against {samples[1]} was asked for, but single samples are not yet compared:"
             " tensors of different size on the two sides were not compared"
         )
     return tuple(notes)
