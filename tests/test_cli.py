@@ -552,6 +552,56 @@ def test_run_says_what_it_needs(arguments, words, program, capsys):
     assert not Path("run.trace").exists()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["-m", "no_such_module"], "-m no_such_module cannot be run: no module named"),
+        (["-m", "bundle"], "-m bundle cannot be run: no module named bundle.__main__"),
+        (["-m", "bundle.missing"], "-m bundle.missing cannot be run: "),
+        (["-m", "beside.missing"], "-m beside.missing cannot be run: "),
+        (["-m", ".program"], "named by words with dots between"),
+        (["-m", "broken"], "SyntaxError at "),
+        (["elsewhere/broken.py"], "elsewhere/broken.py cannot be run: SyntaxError at elsewhere/"),
+    ],
+)
+def test_run_leaves_all_as_it_is_where_the_program_cannot_start(arguments, words, program, python):
+    """One sentence and status 2; the trace that --overwrite would have replaced is still there."""
+    folder = program.parent
+    (folder / "broken.py").write_text("print('started')\n\ndef f(:\n")
+    (folder / "bundle").mkdir()
+    (folder / "bundle" / "__init__.py").write_text("")
+    assert opdrift(["run", "-o", "run.trace", str(program)]) == 0
+    before = {p: p.read_bytes() for p in Path("run.trace").iterdir() if p.is_file()}
+
+    command = ("-m", "opdrift", "run", "-o", str(Path("run.trace").absolute()), "--overwrite")
+    folder_of = folder if arguments[0] == "-m" else folder.parent
+    done = python(*command, *arguments, cwd=folder_of)
+
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert words in done.stderr
+    assert {p: p.read_bytes() for p in Path("run.trace").iterdir() if p.is_file()} == before
+
+
+@pytest.mark.parametrize("module", ["bundle", "bundle.inner.leaf", "bare.inner.leaf", "grown.leaf"])
+def test_run_finds_modules_as_python_does(module, program, python):
+    """Packages, folders without __init__.py, packages that add to their path; each is imported once."""
+    folder = program.parent
+    for place in ("bundle/inner", "bare/inner", "grown", "hidden"):
+        (folder / place).mkdir(parents=True)
+    (folder / "bundle" / "__init__.py").write_text("print('imported')\n")
+    (folder / "bundle" / "inner" / "__init__.py").write_text("")
+    (folder / "grown" / "__init__.py").write_text(
+        "from pathlib import Path\n__path__ = [str(Path(__file__).parent.parent / 'hidden')]\n"
+    )
+    for place in ("bundle/__main__", "bundle/inner/leaf", "bare/inner/leaf", "hidden/leaf"):
+        (folder / f"{place}.py").write_text("print('started')\n")
+
+    done = python("-m", "opdrift", "run", "-m", module, cwd=folder)
+
+    imported = "imported\n" if module.startswith("bundle") else ""
+    assert (done.returncode, done.stdout) == (0, f"{imported}started\n")
+
+
 # ---- opdrift env ---------------------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
 from opdrift.commands.console import complain
+from opdrift.commands.program import check
 from opdrift.errors import InvalidOptionError
 
 if TYPE_CHECKING:
@@ -84,6 +85,9 @@ def run(options: argparse.Namespace) -> int:
     output = options.output or Path(
         f"{name.rpartition('.')[2] if module else Path(name).stem}.trace"
     )
+
+    with _as_program(module, name, arguments):
+        check(module, name)  # before a trace is made, or replaced, for nothing
 
     import opdrift
 
