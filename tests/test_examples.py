@@ -126,12 +126,12 @@ def test_fused_and_plain_attention_differ_by_rounding(tmp_path):
 
 
 def test_a_batch_of_fifteen_gives_sample_0_the_same_logits_up_to_rounding(tmp_path):
+    """Whether anything differs is the machine's choice of kernels; that it is rounding is not."""
     story = Story(tmp_path, "batch_size.py")
 
-    found = story.diff("alone.trace", "batch.trace")
-
-    assert "relative difference" in story.printed
-    assert found.alignment.left_only == found.alignment.right_only == 0
+    assert "outputs of 309 ops hold a record of sample 0 in both runs" in story.printed
+    assert "verdict: rounding" in story.printed or "bit for bit" in story.printed
+    assert "more than rounding explains" not in story.printed
 
 
 def test_nothing_is_left_behind(tmp_path):
