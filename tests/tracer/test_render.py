@@ -28,6 +28,7 @@ from opdrift.records import (
 )
 from opdrift.render import card, markdown, text, words
 from opdrift.render import json as json_report
+from opdrift.render.growth import stretches
 from opdrift.render.page import Screen
 
 WIDE = Screen(width=100, unicode=True)
@@ -395,6 +396,63 @@ def test_the_first_command_to_type_is_labelled_whatever_it_is():
     page = text.render(diagnosis("diverged"), WIDE)
 
     assert page.endswith("\nnext: diff-trace monday.trace tuesday.trace --side-by-side\n")
+
+
+def passes(number: int) -> tuple[GrowthPoint, ...]:
+    """A training run: forward, backward and step, over and over; it differs from the middle on."""
+    found = []
+    for turn in range(number):
+        late = turn >= number // 2
+        for module in ("", "0", "1", "2", "3", "", "3", "2", "1", "0", ""):
+            known = 1e-3 * (turn + 1) if module else None
+            found.append(GrowthPoint(module, 3, 2 if late else 0, known if late else 0.0))
+    return tuple(found)
+
+
+def test_growth_of_a_long_run_is_few_rows_that_lose_no_op():
+    """Merged rows keep all ops, the largest size, and where it begins to differ."""
+    points = passes(12)
+
+    rows = stretches(points)
+
+    assert len(rows) == 15
+    assert sum(r.ops for r in rows) == sum(p.ops for p in points)
+    assert sum(r.differing for r in rows) == sum(p.differing for p in points)
+    assert max(r.largest or 0.0 for r in rows) == 12e-3
+    equal = [r for r in rows if not r.differing]
+    assert equal == rows[: len(equal)]
+    assert sum(r.ops for r in equal) == sum(p.ops for p in points if not p.differing)
+    assert rows[0].place == "0 ... 3"
+
+
+def test_growth_of_a_short_run_is_told_point_by_point():
+    """What is few already stays as it is."""
+    assert [r.place for r in stretches(passes(1))] == [
+        "(root)",
+        *("0", "1", "2", "3"),
+        "(root)",
+        *("3", "2", "1", "0"),
+        "(root)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("modules", "place"),
+    [
+        (("", "0", "", "1"), "0, 1"),
+        (("", ""), "(root)"),
+        (("a", "b", "c", "d", "a"), "a ... d"),
+        (("", " ... 0"), "(root) ... 0"),
+        (("3 ... ",), "3 ... (root)"),
+        (("0 ... 2", "4"), "0 ... 4"),
+    ],
+)
+def test_merged_modules_read_well(modules, place):
+    """A few are named one by one, more by their ends; the root's glue in between is no end."""
+    equal = tuple(GrowthPoint(m, 1, 0, 0.0) for m in modules)
+    differing = tuple(GrowthPoint("z", 1, 1, 10.0**i) for i in range(0, 28, 2))
+
+    assert stretches(equal + differing)[0].place == place
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -8,6 +8,7 @@ from typing import Final
 
 from opdrift.records import Diagnosis
 from opdrift.render import card
+from opdrift.render.growth import stretches
 from opdrift.render.words import count, name, plural, ratio, readable, scope, side, size
 
 #: A word with one of these is set as code: Markdown, HTML, mentions and math then leave it alone;
@@ -138,16 +139,12 @@ def _facts(diagnosis: Diagnosis) -> Iterator[list[str]]:
     if diagnosis.growth:
         rows = [
             (
-                code(scope(g.module)),
+                code(g.place),
                 count(g.ops),
                 count(g.differing),
-                "="
-                if not g.differing
-                else "?"
-                if g.relative_difference is None
-                else size(g.relative_difference),
+                "=" if not g.differing else "?" if g.largest is None else size(g.largest),
             )
-            for g in diagnosis.growth
+            for g in stretches(diagnosis.growth)
         ]
         yield _folded(
             "Largest relative difference along the run",

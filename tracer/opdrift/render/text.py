@@ -9,6 +9,7 @@ from typing import Final
 
 from opdrift.records import Diagnosis, Divergence, TraceSummary, Verdict
 from opdrift.render import card
+from opdrift.render.growth import stretches
 from opdrift.render.page import Column, Page, Screen
 from opdrift.render.words import (
     cell,
@@ -202,13 +203,13 @@ def _growth(page: Page, diagnosis: Diagnosis) -> None:
         Column("", keep=2),
     )
     rows = []
-    for point in diagnosis.growth:
-        known = point.relative_difference
+    for point in stretches(diagnosis.growth):
+        known = point.largest
         largest = "=" if point.differing == 0 else "?" if known is None else size(known)
         drawn = page.text(
             bar(known, page.screen) if point.differing and known is not None else "", "bad"
         )
-        rows.append((cell(point.module), count(point.ops), count(point.differing), largest, drawn))
+        rows.append((point.place, count(point.ops), count(point.differing), largest, drawn))
     page.table(columns, rows)
 
 
