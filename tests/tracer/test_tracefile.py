@@ -161,6 +161,16 @@ def test_a_newer_schema_asks_for_an_upgrade(recorded: Path, tmp_path: Path):
         opdrift.load(path)
 
 
+def test_a_table_that_a_later_version_added_is_passed_over(recorded: Path, tmp_path: Path):
+    path = copy_of(recorded, tmp_path)
+    lines = [json.loads(line) for line in (path / CHECKS).read_text().splitlines()]
+    (path / CHECKS).write_text(
+        "".join(json.dumps({**line, "later": [8, 1]}) + "\n" for line in lines)
+    )
+
+    assert opdrift.load(path).complete
+
+
 def test_a_header_that_was_changed_by_hand_is_damaged(recorded: Path, tmp_path: Path):
     path = copy_of(recorded, tmp_path)
     header = json.loads((path / HEADER).read_text())
