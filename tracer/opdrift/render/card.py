@@ -70,7 +70,10 @@ def _place(first: Divergence, left: TraceSummary, right: TraceSummary) -> str:
     if first.kind == "leaf":
         more = f" and {count(len(first.members))} more" if first.members else ""
         verb = "differ" if more else "differs"
-        return f"before the first op: {name(first.name or '')}{more} {verb}"
+        # an input of a later call came when ops had run already
+        late = first.call > 0 and first.cause.slug == "input"
+        where = f"at op {at(first.seq, left, right)}" if late else "before the first op"
+        return f"{where}: {name(first.name or '')}{more} {verb}"
     where = f"at op {at(first.seq, left, right, phase=first.phase)}"
     if first.kind == "hidden-write":
         return f"{where}: {name(first.name or '')} changed, and no recorded op wrote it"
