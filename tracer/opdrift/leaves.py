@@ -135,11 +135,21 @@ class LeafTable:
 
         return min(rows, key=rank)
 
-    def first_use(self, state: int, live: bytearray | None) -> Use | None:
-        """The first op whose result depends on a state; only ops marked in `live` count, if given."""
+    def first_use(
+        self, state: int, live: bytearray | None, *, only: int | None = None
+    ) -> Use | None:
+        """The first op whose result depends on a state.
+
+        Args:
+            state: The content of a storage.
+            live: Only ops marked here count, if given.
+            only: Only ops that read this very value count: one of several parts of the storage.
+        """
         seen: int | None = None
         for op, value, counted in self._uses_of(state):
             if live is not None and not live[op]:
+                continue
+            if only is not None and value != only:
                 continue
             if not counted:
                 continue

@@ -50,18 +50,27 @@ def find(case: Case, live: Sides[bytearray | None]) -> tuple[list[Origin], list[
     case.right.leaves.look_up(int(states[1][b.value]) for _, b in pairs)
     found: list[Origin] = []
     unused: list[tuple[Leaf, Leaf]] = []
-    seen: dict[tuple[int, int], list[Sides[Leaf]]] = {}
+    seen: dict[tuple[int, int, int], list[Sides[Leaf]]] = {}
     for a, b in pairs:
-        key = int(states[0][a.value]), int(states[1][b.value])
+        # inputs are often parts of one tensor, each read by a call of its own
+        part = a.value if a.kind == "input" else 0
+        key = int(states[0][a.value]), int(states[1][b.value]), part
         if key in seen:
             seen[key].append(Sides(a, b))
         elif _starts(case.left, a) and _starts(case.right, b):
             seen[key] = [Sides(a, b)]
     for key, leaves in seen.items():
-        uses = (
-            case.left.leaves.first_use(key[0], live.left),
-            case.right.leaves.first_use(key[1], live.right),
-        )
+        uses: tuple[Use | None, Use | None] = (None, None)
+        if key[2]:
+            uses = (
+                case.left.leaves.first_use(key[0], live.left, only=leaves[0].left.value),
+                case.right.leaves.first_use(key[1], live.right, only=leaves[0].right.value),
+            )
+        if None in uses:
+            uses = (
+                case.left.leaves.first_use(key[0], live.left),
+                case.right.leaves.first_use(key[1], live.right),
+            )
         if uses == (None, None):
             unused += [(leaf.left, leaf.right) for leaf in leaves]
         else:
