@@ -138,9 +138,7 @@ def input_(e: Evidence) -> Cause | None:
         f"left {metas[0]}, right {metas[1]}",
         describe(found) if found is not None and found.comparable else "",
         _shifted(e),
-        f"{counted(len(e.origin.members), 'further input')} differ: {some(e.origin.names[1:])}"
-        if e.origin.members
-        else "",
+        f"further inputs that differ: {some(e.origin.names[1:])}" if e.origin.names[1:] else "",
     ]
     shapes = " in shape" if metas[0] != metas[1] else ""
     return cause(
