@@ -353,6 +353,44 @@ def test_a_tensor_that_moved_with_its_content_is_the_same_value():
     assert first == second
 
 
+def give_other_memory(x: torch.Tensor) -> None:
+    """What FSDP does with what it gathered: free the storage, and later fill it again."""
+    before = x.data_ptr()
+    x.untyped_storage().resize_(0)
+    x.untyped_storage().resize_(1 << 16)
+    assert x.data_ptr() != before
+
+
+def test_memory_that_was_given_back_and_filled_again_is_no_hidden_write():
+    x = torch.ones(4)
+    with recording(inputs={"x": x}, integrity="full") as found:
+        give_other_memory(x)
+        x.copy_(torch.full((4,), 2.0))
+        x * 2
+
+    assert found.findings == []
+    assert found.read("mul.Tensor") == [[2.0] * 4]
+
+
+def test_memory_that_was_given_back_and_filled_with_no_op_is_a_hidden_write():
+    x = torch.ones(4)
+    with recording(inputs={"x": x}) as found:
+        give_other_memory(x)
+        x.numpy()[:] = 5.0
+        x * 2
+
+    assert [finding.name for finding in found.findings] == ["x"]
+
+
+def test_a_view_of_memory_that_was_given_back_reads_nothing():
+    x = torch.ones(4)
+    with recording(inputs={"x": x}, integrity="full") as found:
+        give_other_memory(x)
+        x.split(2)
+
+    assert found.findings == []
+
+
 # ---- memory of the recorder ------------------------------------------------------------------------------------
 
 

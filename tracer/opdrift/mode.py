@@ -185,15 +185,15 @@ class RecordingMode(TorchDispatchMode):
                             continue
                         entry = values.adopt(t, a, use, compiled=flags & COMPILED)
                         state = getattr(storage, attribute)
-                    elif state.at:
-                        if storage.data_ptr() != state.at or (
-                            state.version is not None and a._version != state.version
-                        ):
-                            known, entry = entry, values.rereading.moved(t, a, state, entry)
-                            if entry is not known:
-                                flags |= REREAD
-                        elif t.clock > values.rereading.gate:
-                            entry = values.rereading.recheck(t, a, state, entry)
+                    elif state.at and (
+                        storage.data_ptr() != state.at
+                        or (state.version is not None and a._version != state.version)
+                        or t.clock > values.rereading.gate
+                    ):
+                        use = Use(plan, args, kwargs or _NO_ARGUMENTS)
+                        known, entry = entry, values.rereading.look(t, a, state, entry, use)
+                        if entry is not known:
+                            flags |= REREAD
                     if state.special is not None:
                         use = Use(plan, args, kwargs or _NO_ARGUMENTS)
                         entry, flags = values.special(t, a, state, entry, use, flags)
@@ -422,8 +422,9 @@ class RecordingMode(TorchDispatchMode):
         elif state.at and (
             storage.data_ptr() != state.at
             or (state.version is not None and a._version != state.version)
+            or t.clock > values.rereading.gate
         ):
-            known, entry = entry, values.rereading.moved(t, a, state, entry)
+            known, entry = entry, values.rereading.look(t, a, state, entry, use)
             if entry is not known:
                 flags |= REREAD
         if state.special is not None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from opdrift.buffers import ThreadBuffers
     from opdrift.fingerprint.partials import Rows
+    from opdrift.memory import Use
     from opdrift.values import Values
 
 #: Share of the run's time that re-reading may take under integrity="auto", and a first grant.
@@ -53,12 +54,19 @@ class Rereading:
         self.round = 0
         self._passed_over = 0
 
-    def look(self, t: ThreadBuffers, tensor: Tensor, state: StorageState, entry: Entry) -> Entry:
-        """A leaf at its use in another layout: has it moved, or is it to be read again?"""
+    def look(
+        self, t: ThreadBuffers, tensor: Tensor, state: StorageState, entry: Entry, use: Use
+    ) -> Entry:
+        """A leaf at its use: has it moved, or is it to be read again? The present value of it."""
+        # views and writes look at no content: FSDP gives memory back, and fills other memory later
+        if not use.reads(tensor):
+            return entry
         at = tensor.untyped_storage().data_ptr() or 1
         if at != state.at or version_of(tensor) != state.version:
-            return self.moved(t, tensor, state, entry)
-        return self.recheck(t, tensor, state, entry) if t.clock > self.gate else entry
+            found = self.moved(t, tensor, state, entry)
+            if found is not entry:
+                return found
+        return self._recheck(t, tensor, state, entry) if t.clock > self.gate else entry
 
     def moved(self, t: ThreadBuffers, tensor: Tensor, state: StorageState, entry: Entry) -> Entry:
         """A leaf whose address or version changed with no op that we saw: read it again.
@@ -78,7 +86,9 @@ class Rereading:
             return entry
         return self._changed(t, tensor, state, leaf)
 
-    def recheck(self, t: ThreadBuffers, tensor: Tensor, state: StorageState, entry: Entry) -> Entry:
+    def _recheck(
+        self, t: ThreadBuffers, tensor: Tensor, state: StorageState, entry: Entry
+    ) -> Entry:
         """Read a leaf again at use if the time for it is there; a change without a writer is a new value."""
         leaf = state.leaf
         if leaf is None or state.special is not None:

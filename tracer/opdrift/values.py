@@ -233,7 +233,7 @@ class Values:
         key = key_of(tensor)
         if state is not None:
             entry = self.adopt_layout(t, tensor, state, key)
-            return self.rereading.look(t, tensor, state, entry) if state.at else entry
+            return self.rereading.look(t, tensor, state, entry, use) if state.at else entry
         state, leaf = self._new_leaf(tensor)
         entry = self.make(t, state, key)
         if not use.overwrites(tensor) and self.can_read(tensor):
