@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -137,3 +138,26 @@ def _effort(name: str, value: str) -> Effort:
             f"{name}={value!r}: choose one of {', '.join(map(repr, _EFFORTS))}."
         )
     return cast("Effort", value)
+
+
+def check_text(function: str, argument: str, text: object) -> None:
+    """Refuse what is no text, or empty, as an argument of a function of the recorder."""
+    if not isinstance(text, str) or not text:
+        raise InvalidOptionError(f"{function}({argument}={text!r}): give a text that is not empty.")
+
+
+def check_tensor(function: str, tensor: object) -> None:
+    """Refuse what is no tensor as an argument of a function of the recorder."""
+    if not isinstance(tensor, torch.Tensor):
+        raise InvalidOptionError(f"{function}() was given a {type(tensor).__name__}, no tensor.")
+
+
+def finite(value: Any) -> Any:
+    """Fields of a mark, numbers that JSON has no word for as text."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, dict):
+        return {name: finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value

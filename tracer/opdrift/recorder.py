@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import shutil
 import sys
@@ -33,7 +32,7 @@ from opdrift.imports import watch_imports
 from opdrift.mode import RecordingMode
 from opdrift.naming import Naming
 from opdrift.neutral import around_compilation, dispatch_keys, silent
-from opdrift.options import Options, check_options
+from opdrift.options import Options, check_options, check_tensor, check_text, finite
 from opdrift.plugins import Integration, OwnsParameters, installed_integrations
 from opdrift.records import TRACE_SCHEMA, Batch
 from opdrift.scopes import Scopes, name_arguments, walk
@@ -347,9 +346,9 @@ class Recorder:
             InvalidOptionError: `kind` is no text, or a field no JSON type.
         """
         self._must_be_open("mark")
-        _check_text("mark", "kind", kind)
+        check_text("mark", "kind", kind)
         try:
-            plain = _finite(fields)
+            plain = finite(fields)
             json.dumps(plain)
         except (TypeError, ValueError, RecursionError) as error:
             raise InvalidOptionError(
@@ -365,7 +364,7 @@ class Recorder:
             InvalidOptionError: `name` is no text, or empty.
         """
         self._must_be_open("scope")
-        _check_text("scope", "name", name)
+        check_text("scope", "name", name)
         return self._scopes.scope(name)
 
     def pause(self) -> AbstractContextManager[None]:
@@ -400,12 +399,12 @@ class Recorder:
             InvalidOptionError: An argument is of another type or value.
         """
         self._must_be_open("name_tensor")
-        _check_text("name_tensor", "name", name)
+        check_text("name_tensor", "name", name)
         if kind not in _LEAF_KINDS:
             raise InvalidOptionError(
                 f"name_tensor(kind={kind!r}): choose one of {', '.join(map(repr, _LEAF_KINDS))}."
             )
-        _check_tensor("name_tensor", tensor)
+        check_tensor("name_tensor", tensor)
         with silent():
             t = self._spool.thread()
             self._guarded(
@@ -420,7 +419,7 @@ class Recorder:
             InvalidOptionError: It is no tensor.
         """
         self._must_be_open("digest")
-        _check_tensor("digest", tensor)
+        check_tensor("digest", tensor)
         with silent():
             if self._engine.can_fingerprint(tensor) is not None:
                 return None
@@ -567,27 +566,6 @@ class Recorder:
             "start_unix_ns": time.time_ns(),
             "start_ns": now(),
         }
-
-
-def _check_text(function: str, argument: str, text: object) -> None:
-    if not isinstance(text, str) or not text:
-        raise InvalidOptionError(f"{function}({argument}={text!r}): give a text that is not empty.")
-
-
-def _check_tensor(function: str, tensor: object) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise InvalidOptionError(f"{function}() was given a {type(tensor).__name__}, no tensor.")
-
-
-def _finite(value: Any) -> Any:
-    """Fields of a mark, numbers that JSON has no word for as text."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
 
 
 def _rank() -> tuple[int | None, int | None]:
