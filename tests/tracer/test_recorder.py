@@ -444,3 +444,11 @@ def test_an_op_over_more_tensors_than_a_buffer_holds_is_recorded():
         torch.cat(parts)
 
     assert len(found.op("cat.default").inputs) == 40_000
+
+
+def test_a_folder_that_only_looks_like_a_rank_is_none(tmp_path: Path):
+    with opdrift.record(tmp_path / "rank-0abc"):
+        pass
+
+    with pytest.raises(opdrift.NotATraceError):
+        opdrift.load(tmp_path)

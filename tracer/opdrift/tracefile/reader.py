@@ -477,7 +477,11 @@ class Trace:
 
 def rank_folders(path: Path) -> dict[int, Path]:
     """Rank -> folder of a distributed trace; empty for a trace of one process."""
-    return {int(p.name[5:]): p for p in sorted(path.glob("rank-[0-9]*")) if (p / HEADER).exists()}
+    return {
+        int(p.name[5:]): p
+        for p in sorted(path.glob("rank-*"))
+        if p.name[5:].isdecimal() and (p / HEADER).exists()
+    }
 
 
 def load(path: str | Path, *, rank: int | None = None) -> Trace:
