@@ -176,6 +176,18 @@ def test_a_chosen_seed_is_told_from_torchs_own(origin: Asks) -> None:
     assert origin(lambda: torch.zeros(3)).seeded is None
 
 
+def test_a_seed_that_is_set_inside_the_run_counts_from_then_on(origin):
+    def seeded() -> torch.Tensor:
+        torch.manual_seed(1234)
+        return torch.rand(3)
+
+    assert origin(seeded).seed == 1234
+
+
+def test_a_generator_of_its_own_says_nothing_of_the_default_seed(origin):
+    assert origin(lambda: torch.rand(3, generator=torch.Generator().manual_seed(1))).seed is None
+
+
 # ---- by position ----------------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from recordings import recording
 
-from opdrift.randomness import digest_before, generator_digest
+from opdrift.randomness import Seeds, digest_before, generator_digest
 
 
 def test_equal_states_have_equal_digests():
@@ -76,3 +76,21 @@ def test_taking_the_digest_records_no_ops():
         torch.rand(2)
 
     assert [op.name for op in found.ops] == ["aten.rand.default"]
+
+
+def test_a_seed_that_the_program_sets_is_marked_once_at_the_first_draw_from_it():
+    torch.manual_seed(3)
+    with recording() as found:
+        torch.rand(2)
+        torch.manual_seed(5)
+        torch.rand(2)
+        torch.rand(2)
+
+    marks = [(mark.seq, dict(mark.fields)) for mark in found.trace.marks if mark.kind == "seed"]
+    assert marks == [(2, {"device": "cpu", "seed": 5})]
+
+
+def test_a_generator_of_the_program_s_own_is_no_seeding_of_the_default_one():
+    seeds = Seeds()
+
+    assert seeds.changed((), {"generator": torch.Generator().manual_seed(11)}) is None

@@ -35,7 +35,7 @@ from opdrift.neutral import (
     written_tensors,
 )
 from opdrift.plans import Plan, encode
-from opdrift.randomness import digest_before
+from opdrift.randomness import Seeds, digest_before
 from opdrift.records import (
     COMPILED,
     GRAD_ENABLED,
@@ -121,6 +121,7 @@ class RecordingMode(TorchDispatchMode):
         self._complex: set[int] = set()
         self._signature_ids = itertools.count(1)
         self._seq = itertools.count(1)
+        self._seeds = Seeds()
         self._keys: DispatchKeys | None = None
         #: whether anything is still written; False after a fork or when the disk failed
         self.recording = True
@@ -224,7 +225,7 @@ class RecordingMode(TorchDispatchMode):
             if is_grad_enabled():
                 flags |= GRAD_ENABLED
             seq = t.seq = next(self._seq)
-            rng = digest_before(args, kwargs or _NO_ARGUMENTS) if plan.seeded else 0
+            rng = self._random_state(t, args, kwargs or _NO_ARGUMENTS) if plan.seeded else 0
         except Exception as error:
             self._failed(plan.name, error)
             return self._unrecorded(t, Use(plan, args, kwargs or _NO_ARGUMENTS))
@@ -289,6 +290,14 @@ class RecordingMode(TorchDispatchMode):
         if self._batches is not None:
             self._follow(self._batches, t, plan, signature, args, kwargs or _NO_ARGUMENTS, out)
         return out
+
+    def _random_state(
+        self, t: ThreadBuffers, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> int:
+        seeded = self._seeds.changed(args, kwargs)
+        if seeded is not None:
+            self._write_mark(t, "seed", seeded)
+        return digest_before(args, kwargs)
 
     def _follow(
         self,

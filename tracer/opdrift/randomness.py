@@ -1,4 +1,4 @@
-"""Digest of a random generator's state, taken before an op that may draw from it."""
+"""State and seed of a random generator, looked at before an op that may draw from it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,36 @@ def digest_before(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     A CPU generator's whole state (5,056 bytes) goes through CRC-32: 2.5 us. A CUDA generator's state is
     exactly (seed, offset), without a synchronisation.
     """
-    generator = kwargs.get("generator")
-    if not isinstance(generator, torch.Generator):
-        generator = next((a for a in args if isinstance(a, torch.Generator)), None) or _default_for(
-            args, kwargs
-        )
-    return generator_digest(generator)
+    return generator_digest(_generator_of(args, kwargs))
+
+
+class Seeds:
+    """Notices that the program seeded a default generator; asked at each op that may draw."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, int] = {"cpu": torch.default_generator.initial_seed()}
+
+    def changed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Device and seed, if the default generator that the op uses has another seed than when last asked.
+
+        A seed that is set to what it was is not noticed: the state that it brings back is in the digest.
+        """
+        generator = _generator_of(args, kwargs)
+        if generator is not _default_for(args, kwargs):
+            return None  # one of the program's own
+        device, seed = str(generator.device), generator.initial_seed()
+        if self._seen.setdefault(device, seed) == seed:
+            return None
+        self._seen[device] = seed
+        return {"device": device, "seed": seed}
+
+
+def _generator_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Generator:
+    given = kwargs.get("generator")
+    if isinstance(given, torch.Generator):
+        return given
+    found = next((a for a in args if isinstance(a, torch.Generator)), None)
+    return _default_for(args, kwargs) if found is None else found
 
 
 def generator_digest(generator: torch.Generator) -> int:

@@ -52,7 +52,7 @@ def weights(e: Evidence) -> Cause | None:
             summary = f"{headline}; each was last written by a random draw, none by a copy from a checkpoint"
         elif drawn:
             summary = f"{headline}; some were last written by a random draw, not by a copy from a checkpoint"
-        remedy = _load_remedy(e)
+        remedy = _seed_remedy(e, members) + _load_remedy(e)
     elif sizes.single is not None:
         summary = f"{headline}; one element of {e.origin.names[0]} changed"
         remedy = "Compare checksums of the two weight files, copy the file anew, and test the disk and memory it came from."
@@ -192,13 +192,22 @@ def _drawn(e: Evidence, members: Sequence[Sides[Leaf | None]]) -> tuple[list[str
         every = every or len(drawn) == len(all_)
         ops = ", ".join(f"{op} ({n})" for op, n in tally(p.first_op for p in drawn))
         copied = sum(1 for p in all_ if p.kind in ("copied", "leaf"))
-        seeded = {p.seeded for p in drawn}
-        unseeded = " from a generator that nobody seeded" if seeded == {False} else ""
+        generator = _seeding(drawn)
         copies = "none was copied from a checkpoint" if not copied else f"{copied} were copied"
         found.append(
-            f"{name}: {len(drawn)} of these {len(all_)} were last written by {ops}{unseeded}; {copies}"
+            f"{name}: {len(drawn)} of these {len(all_)} were last written by {ops}{generator}; {copies}"
         )
     return found, every
+
+
+def _seeding(drawn: Sequence[Provenance]) -> str:
+    """What is known of the seed that numbers were drawn with."""
+    seeded, seeds = {p.seeded for p in drawn}, sorted({p.seed for p in drawn if p.seed is not None})
+    if seeded == {False}:
+        return " from a generator that nobody seeded"
+    if seeded == {True}:
+        return f" from a generator seeded with {some([str(seed) for seed in seeds])}"
+    return ""
 
 
 class _Sizes:
@@ -310,6 +319,19 @@ def _dropped(e: Evidence) -> list[str]:
         if mark.fields.get("summary")
     ]
     return list(dict.fromkeys(found))
+
+
+def _seed_remedy(e: Evidence, members: Sequence[Sides[Leaf | None]]) -> str:
+    """What to do where both runs drew their weights with seeds that were chosen, and differ."""
+    made = _provenances(e, members)
+    seeds = [
+        sorted({p.seed for p in side if p.seeded and p.seed is not None})
+        for side in (made.left, made.right)
+    ]
+    if not all(seeds) or seeds[0] == seeds[1]:
+        return ""
+    left, right = (some([str(seed) for seed in side]) for side in seeds)
+    return f"If random weights are meant, seed both runs alike: torch.manual_seed was given {left} against {right}. Otherwise: "
 
 
 def _load_remedy(e: Evidence) -> str:

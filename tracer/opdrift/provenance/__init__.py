@@ -17,7 +17,7 @@ import numpy as np
 
 from opdrift.provenance.ops import COPIES, DRAWS, FILLS, QUANTISERS, REBINDING, operator, short_name
 from opdrift.provenance.placement import Place, Placement
-from opdrift.records import Op, OpInfo
+from opdrift.records import Mark, Op, OpInfo
 from opdrift.tracefile.reader import Ints, Trace
 
 Kind = Literal["drawn", "filled", "copied", "computed", "leaf", "uninitialised", "hidden"]
@@ -52,8 +52,8 @@ class Provenance:
         root: The value at the other end of the chain: the leaf, or what the first writer wrote.
         root_name: The leaf's name, if the root is a named leaf.
         generator: What the first writer was given as generator, if anything.
-        seeded: Of a drawn content: whether the default generator's seed at the start of the run looks
-            chosen (it is below 2**32); None where the trace does not say.
+        seed: Of a drawn content: the seed of the default generator at the draw; None where another
+            generator was given, or where the trace does not say.
         rng: Of a drawn content: digest of the generator's state before the draw.
     """
 
@@ -70,8 +70,13 @@ class Provenance:
     root: int
     root_name: str | None
     generator: str | None
-    seeded: bool | None
+    seed: int | None
     rng: int
+
+    @property
+    def seeded(self) -> bool | None:
+        """Whether someone chose the seed: torch's own is a random 64-bit number, people's are below 2**32."""
+        return None if self.seed is None else self.seed < _CHOSEN_SEED
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,7 +352,7 @@ class Lineage:
             root=root,
             root_name=self._leaf_name(root) if steps[-1].kind == "leaf" else None,
             generator=_generator(drawn),
-            seeded=None if drawn is None else self._seeded(drawn),
+            seed=None if drawn is None else self._seed(drawn),
             rng=drawn.rng if drawn else 0,
         )
 
@@ -364,13 +369,23 @@ class Lineage:
             name for i, name in enumerate(seen) if name and (i == 0 or name != seen[i - 1])
         )
 
-    def _seeded(self, op: Op) -> bool | None:
-        """Whether the default generator of the draw's device began with a seed that someone chose."""
+    @cached_property
+    def _seed_marks(self) -> list[Mark]:
+        """When the program seeded a default generator, last first."""
+        return [mark for mark in reversed(self._trace.marks) if mark.kind == "seed"]
+
+    def _seed(self, op: Op) -> int | None:
+        """The seed of the default generator that an op drew from: at the start, or as set since."""
+        if _generator(op) is not None:
+            return None
         device = self._trace.meta(op.outputs[0]).device if op.outputs else "cpu"
+        for mark in self._seed_marks:
+            if mark.seq <= op.seq and mark.fields["device"] == device:
+                return int(mark.fields["seed"])
         text = self._trace.header.flags.get(f"seed.{device}")
         if not isinstance(text, str) or not text.startswith("seed "):
             return None
-        return int(text[5:].split(",")[0]) < _CHOSEN_SEED
+        return int(text[5:].split(",")[0])
 
 
 def provenance(trace: Trace, value: int) -> Provenance:
