@@ -194,6 +194,24 @@ def test_a_trace_is_never_overwritten_unasked(tmp_path: Path):
     assert len(opdrift.load(path).ops) == 0
 
 
+def test_a_trace_stays_if_the_one_that_replaces_it_cannot_be_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = tmp_path / "run.trace"
+    with opdrift.record(path):
+        torch.ones(2) + 1
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr("opdrift.recorder.Recorder._open", fail)
+    with pytest.raises(RuntimeError, match="planted"), opdrift.record(path, overwrite=True):
+        pass
+
+    assert len(opdrift.load(path).ops) == 2
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run.trace"]
+
+
 def test_a_folder_that_is_no_trace_is_never_replaced(tmp_path: Path):
     """Not even with overwrite=True."""
     (tmp_path / "thesis").mkdir()

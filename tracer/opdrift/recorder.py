@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 import sys
 import threading
 import time
@@ -137,16 +136,17 @@ class Recorder:
             )
         rank, world_size = _rank()
         self._engine = load_engine()
-        folder = claim(self.path, rank=rank, overwrite=self._options.overwrite)
+        claimed = claim(self.path, rank=rank, overwrite=self._options.overwrite)
         with ExitStack() as undo:
-            # if it cannot be opened nothing is recorded, and the path is free again
-            undo.callback(shutil.rmtree, folder, ignore_errors=True)
+            # if it cannot be opened nothing is recorded, and the path is as it was
+            undo.callback(claimed.give_back)
             self._state = "closed"
-            self._prepare(folder, rank, world_size)
+            self._prepare(claimed.folder, rank, world_size)
             undo.callback(self._give_up)
             self._state = "open"
             self._open()
             undo.pop_all()
+        self._guarded("replacing the old trace", claimed.keep)
         return self
 
     def _prepare(self, folder: Path, rank: int | None, world_size: int | None) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shutil
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from io import RawIOBase
 from pathlib import Path
 from typing import Any
@@ -35,8 +37,27 @@ _DROPPED = np.uint64(24)
 _WIDTHS = np.array([4, 8, 2, 2, 1, 1, 1, 2, 2, 4, 4, 8, 8, 1])
 
 
-def claim(path: Path, *, rank: int | None, overwrite: bool) -> Path:
-    """Make the folder of a trace, and return it.
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A folder made for a trace; the trace that it replaces stands aside until the new one is open."""
+
+    folder: Path
+    aside: Path | None
+
+    def keep(self) -> None:
+        """The new trace is open: what it replaces goes."""
+        if self.aside is not None:
+            shutil.rmtree(self.aside)
+
+    def give_back(self) -> None:
+        """The new trace could not be opened: everything is as it was."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        if self.aside is not None:
+            self.aside.rename(self.folder)
+
+
+def claim(path: Path, *, rank: int | None, overwrite: bool) -> Claim:
+    """Make the folder of a trace.
 
     Args:
         path: Where the user asked for the trace.
@@ -48,16 +69,18 @@ def claim(path: Path, *, rank: int | None, overwrite: bool) -> Path:
         TraceNotWritableError: The folder cannot be made.
     """
     folder = path if rank is None else path / RANK_FOLDER.format(rank)
+    aside = None
     try:
         _check_free(path, folder, rank, overwrite=overwrite)
         if folder.exists():
-            shutil.rmtree(folder)
+            aside = folder.with_name(f".{folder.name}.replaced-{os.getpid()}")
+            folder.rename(aside)
         folder.mkdir(parents=True)
     except OSError as error:
         raise TraceNotWritableError(
             f"{folder} cannot be made: {_reason(error)}. Choose a path that you may write to."
         ) from error
-    return folder
+    return Claim(folder, aside)
 
 
 def _check_free(path: Path, folder: Path, rank: int | None, *, overwrite: bool) -> None:
