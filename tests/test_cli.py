@@ -324,7 +324,7 @@ def test_wrong_values_are_refused_by_name(options, traces, capsys):
 
 def test_a_bug_asks_for_a_report(traces, capsys, monkeypatch):
     """No traceback for users; one for those who ask."""
-    monkeypatch.setattr("opdrift.tracefile.reader.load", lambda path: 1 // 0)
+    monkeypatch.setattr("opdrift.tracefile.opening.load", lambda path: 1 // 0)
     assert opdrift(["show", "base.trace"]) == 2
     out, err = said(capsys)
     assert (out, err.count("\n")) == ("", 1)
@@ -498,7 +498,7 @@ def test_run_keeps_the_program_s_status_and_writes_the_trace(
     arguments, status, last, ended, program, capsys
 ):
     """However it ends; its arguments are its own, dashes and all."""
-    from opdrift.tracefile.reader import load
+    from opdrift.tracefile.opening import load
 
     argv, path = sys.argv[:], sys.path[:]
     assert (

@@ -14,7 +14,8 @@ import torch
 from fairscale.nn.wrap import enable_wrap, wrap
 
 from opdrift.recorder import record
-from opdrift.tracefile.reader import Trace, load
+from opdrift.tracefile.opening import load
+from opdrift.tracefile.reader import Trace
 
 pytestmark = [
     pytest.mark.usefixtures("one_rank"),

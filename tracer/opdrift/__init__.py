@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from opdrift.diagnose import diff
     from opdrift.recorder import Recorder, record
     from opdrift.records import Batch, Diagnosis
-    from opdrift.tracefile.reader import Trace, load
+    from opdrift.tracefile.opening import load
+    from opdrift.tracefile.reader import Trace
 
     __version__: str
 
@@ -53,7 +54,7 @@ _HOMES = {
     "record": "opdrift.recorder",
     "Diagnosis": "opdrift.records",
     "Trace": "opdrift.tracefile.reader",
-    "load": "opdrift.tracefile.reader",
+    "load": "opdrift.tracefile.opening",
     "diff": "opdrift.diagnose",
 }
 

@@ -149,7 +149,7 @@ def _compare(options: argparse.Namespace) -> tuple[Diagnosis, Sides[Trace | Path
     """The answer, and the traces, opened already where they are of one process."""
     from opdrift.diagnose import diff
     from opdrift.records import Sides
-    from opdrift.tracefile.reader import load, rank_folders
+    from opdrift.tracefile.opening import load, rank_folders
 
     left, right = (
         path if rank_folders(path) else load(path, rank=options.rank)
@@ -213,7 +213,7 @@ def _rendered(
 
 
 def _opened(trace: Trace | Path, summary: TraceSummary) -> Trace:
-    from opdrift.tracefile.reader import load
+    from opdrift.tracefile.opening import load
 
     return load(trace, rank=summary.rank) if isinstance(trace, Path) else trace
 

@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print what is asked for."""
-    from opdrift.tracefile.reader import load
+    from opdrift.tracefile.opening import load
 
     trace = load(options.trace)
     ops = _ops(trace, options)
@@ -104,7 +104,7 @@ def _leaves(trace: Trace, pattern: str | None) -> Sequence[Leaf]:
 def _findings(path: Path, trace: Trace) -> Sequence[Finding]:
     """Of all ranks, where the path holds several."""
     from opdrift.findings import findings
-    from opdrift.tracefile.reader import load, rank_folders
+    from opdrift.tracefile.opening import load, rank_folders
 
     ranks = rank_folders(path)
     return findings([load(folder) for folder in ranks.values()] if ranks else [trace])

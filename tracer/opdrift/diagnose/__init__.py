@@ -12,7 +12,8 @@ from opdrift.diagnose.answer import diagnose
 from opdrift.errors import IncomparableTracesError, InvalidOptionError
 from opdrift.records import Diagnosis
 from opdrift.sizes import Tolerance
-from opdrift.tracefile.reader import Trace, load, rank_folders
+from opdrift.tracefile.opening import load, rank_folders
+from opdrift.tracefile.reader import Trace
 
 __all__ = ["Tolerance", "diff"]
 
