@@ -49,7 +49,8 @@ def weights(e: Evidence) -> Cause | None:
     if never_loaded:
         summary = f"{headline}; they are independent random numbers, as if a checkpoint never reached them"
         if all_drawn:
-            summary = f"{headline}; each was last written by a random draw, none by a copy from a checkpoint"
+            where = f"in the {all_drawn[0]} run " if len(all_drawn) == 1 else ""
+            summary = f"{headline}; {where}each was last written by a random draw, none by a copy from a checkpoint"
         elif drawn:
             summary = f"{headline}; some were last written by a random draw, not by a copy from a checkpoint"
         remedy = _seed_remedy(e, members) + _load_remedy(e)
@@ -180,16 +181,17 @@ def _provenances(e: Evidence, members: Sequence[Sides[Leaf | None]]) -> Sides[li
     return Sides(left, right)
 
 
-def _drawn(e: Evidence, members: Sequence[Sides[Leaf | None]]) -> tuple[list[str], bool]:
-    """How the leaves came to be, where the trace saw it; and whether one run drew all of them."""
+def _drawn(e: Evidence, members: Sequence[Sides[Leaf | None]]) -> tuple[list[str], list[str]]:
+    """How the leaves came to be, where the trace saw it; and which runs drew all of them."""
     found: list[str] = []
-    every = False
+    every: list[str] = []
     made = _provenances(e, members)
     for name, all_ in (("left", made.left), ("right", made.right)):
         drawn = [p for p in all_ if p.kind == "drawn"]
         if not drawn:
             continue
-        every = every or len(drawn) == len(all_)
+        if len(drawn) == len(all_):
+            every.append(name)
         ops = ", ".join(f"{op} ({n})" for op, n in tally(p.first_op for p in drawn))
         copied = sum(1 for p in all_ if p.kind in ("copied", "leaf"))
         generator = _seeding(drawn)
@@ -296,12 +298,16 @@ def _common_path(names: Sequence[str]) -> str:
 
 
 def _constant_fills(e: Evidence, equal: Sequence[str]) -> str:
-    """Equal tensors that hold one number, as a fresh model's norms and biases do."""
-    rows = e.case.left.leaves.by_name
+    """Equal tensors that hold one number, as a fresh model's norms and biases do, and were not seen copied."""
+    left, right = e.case.left, e.case.right
     constant = []
     for name in equal:
-        print_ = e.case.left.fingerprint(rows[name][0].value) if name in rows else None
-        if print_ is not None and print_.n > 1 and print_.min == print_.max:
+        rows = left.leaves.by_name.get(name), right.leaves.by_name.get(name)
+        if not rows[0] or not rows[1]:
+            continue
+        print_ = left.fingerprint(rows[0][0].value)
+        made = left.lineage.of(rows[0][0].value).kind, right.lineage.of(rows[1][0].value).kind
+        if print_ and print_.n > 1 and print_.min == print_.max and made != ("copied", "copied"):
             constant.append(name)
     if not constant:
         return ""
