@@ -1,0 +1,178 @@
+"""Where a planted fault is to be found, and which causes are right: decided by what the fault is, not by what is said.
+
+| fault | place | causes, and why these |
+|---|---|---|
+| one-ulp noise | the op | `rounding` at an op whose result depends on the order of summation or on the library; at an exact op (one rounding or none, or a constant) no order explains it: `kernel`, an implementation or memory that is not the other run's, and material |
+| sign flip | the op | `kernel`, material: the same inputs give another number |
+| swapped weights | the op that reads the weight, through views | `weights`, with both names |
+| scale argument | the op; for a constant the op that reads it | `op-args`, with the argument's name |
+| dropped mask | the op that hides | `mask` |
+| dtype cast | the cast, or the op that reads what was cast | `dtype`, with the type |
+| extra op | that op, or the op that reads its result | `structure` |
+| in-place write | the op that writes | `inplace`; into a parameter `weights` is as true |
+| hidden write | the first op that reads it | `race`; of a leaf with its name |
+| rng offset | the op that draws | `rng` |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+from plants import Plant
+
+from opdrift.records import Diagnosis, Divergence, Sides
+from opdrift.tracefile.reader import Trace
+
+#: Ops whose result is exact or rounded once, whatever library computes it: equal inputs, equal bits (notes:
+#: diagnosis, 1.1), and constants.
+_EXACT: Final = frozenset(
+    """
+    add sub rsub mul div neg abs sqrt reciprocal relu leaky_relu maximum amax where clamp masked_fill
+    threshold_backward leaky_relu_backward copy _to_copy clone cat stack embedding gather index index_select scatter
+    select_backward slice_backward sort topk aminmax max_pool2d_with_indices upsample_nearest2d zeros ones full arange
+    scalar_tensor zeros_like ones_like full_like bernoulli randn randn_like _foreach_mul eq
+    """.split()
+)
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """What a right answer says.
+
+    Attributes:
+        places: Numbers of the op in both runs, any of them.
+        causes: Slugs, any of them.
+        material: Whether it is more than rounding.
+        words: What cause or arguments must say.
+    """
+
+    places: frozenset[Sides[int | None]]
+    causes: frozenset[str]
+    material: bool = True
+    words: tuple[str, ...] = ()
+
+    def missed_by(self, found: Diagnosis) -> str | None:
+        """What is wrong with an answer; None if it is right."""
+        first = found.first_bitwise
+        if first is None:
+            return "nothing found"
+        if first.seq not in self.places:
+            return f"place: {_said(first)}"
+        if first.cause.slug not in self.causes:
+            return f"cause: {_said(first)}"
+        if found.verdict != ("diverged" if self.material else "rounding"):
+            return f"verdict: {found.verdict}, {_said(found.first or first)}"
+        said = " ".join(
+            [
+                first.name or "",
+                first.cause.summary,
+                *first.cause.evidence,
+                *(a.name for a in first.arguments),
+            ]
+        )
+        lacking = [word for word in self.words if word not in said]
+        return f"words: {lacking} in {_said(first)}" if lacking else None
+
+
+def _said(d: Divergence) -> str:
+    return f"{d.cause.slug} ({d.cause.confidence}) at {d.name or d.op} {d.seq.left}|{d.seq.right}: {d.cause.summary}"
+
+
+class Sound:
+    """The run without a fault."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self._readers: dict[int, list[int]] = {}
+        for op in range(len(trace.ops)):
+            for value in trace.ops.inputs[op].tolist():
+                self._readers.setdefault(value, []).append(op)
+
+    @cached_property
+    def last_read(self) -> dict[int, int]:
+        """The last op that reads each storage."""
+        found = {}
+        for value, ops in self._readers.items():
+            storage = int(self.trace.values.storage[value])
+            found[storage] = max(ops[-1], found.get(storage, -1))
+        return found
+
+    def reader(self, op: int) -> int:
+        """The first op that computes with what an op returned, itself or a view of it; the op itself if none does."""
+        reached = set(self.trace.ops.outputs[op].tolist())
+        for later in range(op + 1, len(self.trace.ops)):
+            if not reached.intersection(self.trace.ops.inputs[later].tolist()):
+                continue
+            info = self.trace.op_info(int(self.trace.ops.signature[later]))
+            if not info.view or info.mutates:
+                return later
+            reached.update(self.trace.ops.outputs[later].tolist())
+        return op
+
+    def is_view(self, op: int) -> bool:
+        """Whether an op returns a part of what it is given."""
+        info = self.trace.op_info(int(self.trace.ops.signature[op]))
+        return info.view and not info.mutates
+
+    def makes_constant(self, op: int) -> bool:
+        """Whether an op starts from no tensor."""
+        return not len(self.trace.ops.inputs[op])
+
+    def rounds(self, op: int) -> bool:
+        """Whether another order of summation, or another library, may give other bits."""
+        name = self.trace.op(op).name.split(".")[1].rstrip("_")
+        given = dict(self.trace.op(op).signature.arguments)
+        return name not in _EXACT or (name in ("add", "sub") and given.get("alpha", 1) != 1)
+
+
+def expected(plant: Plant, sound: Sound) -> Expectation:
+    """What is to be said of a plant."""
+    op = plant.op + 1
+    same = frozenset({Sides(op, op)})
+    match plant.fault:
+        case "one-ulp noise" if sound.rounds(plant.op):
+            return Expectation(same, frozenset({"rounding"}), material=False)
+        case "one-ulp noise" | "sign flip":
+            return Expectation(same, frozenset({"kernel"}))
+        case "swapped weights":
+            read = (sound.reader(plant.op) if sound.is_view(plant.op) else plant.op) + 1
+            return Expectation(
+                frozenset({Sides(read, read)}),
+                frozenset({"weights"}),
+                words=plant.told[1:],
+            )
+        case "scale argument":
+            read = sound.reader(plant.op) + 1 if sound.makes_constant(plant.op) else op
+            return Expectation(
+                frozenset({Sides(read, read)}),
+                frozenset({"op-args"}),
+                words=(str(plant.detail),),
+            )
+        case "dropped mask":
+            gone = frozenset({Sides(op, None)})
+            return Expectation(
+                gone if plant.detail == "left out" else same, frozenset({"mask"})
+            )
+        case "dtype cast":
+            places = frozenset(
+                {Sides(op, op + 2), Sides(None, op), Sides(None, op + 1)}
+            )
+            return Expectation(places, frozenset({"dtype"}), words=("bfloat16",))
+        case "extra op":
+            places = frozenset({Sides(op, op + 1), Sides(None, op)})
+            return Expectation(places, frozenset({"structure"}))
+        case "in-place write":
+            right = {"inplace", "weights"} if plant.told[1:] else {"inplace"}
+            return Expectation(
+                frozenset({Sides(None, op + 1)}), frozenset(right)
+            )
+        case "hidden write":
+            return Expectation(same, frozenset({"race"}), words=plant.told[1:])
+        case "rng offset":
+            later = op + 1 if plant.detail == "seen" else op
+            return Expectation(
+                frozenset({Sides(op, later)}), frozenset({"rng"})
+            )
+    raise AssertionError(plant.fault)
