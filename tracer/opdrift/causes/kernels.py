@@ -259,12 +259,13 @@ def compile_(e: Evidence) -> Cause | None:
 
 def _fused_on_one_side(e: Evidence) -> list[tuple[str, Side, int]]:
     """Fused ops that only one side has here: those of whole layers first, else those of attention."""
+    partners = (e.case.pairing.right_of, e.case.pairing.left_of)
     for words in _FUSED:
         found = [
             (name, side, op)
             for n, (name, side, _) in enumerate(e.sides)
             for op in e.ops_of(n)
-            if any(word in side.name(op) for word in words)
+            if partners[n][op] < 0 and any(word in side.name(op) for word in words)
         ]
         if len({name for name, _, _ in found}) == 1:
             return found

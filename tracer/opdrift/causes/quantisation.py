@@ -57,6 +57,8 @@ _ON_GRID: Final = 4e-6
 _ZEROS: Final = 0.005
 #: Contents that come from the same weights are closer than this; independent ones are 1.4 apart.
 _RELATED: Final = 0.7
+#: Cosine of two codes of the same weights; that of independent ones is below 4 / sqrt(n), 0.25 from 256 elements on.
+_ALIKE: Final = 0.3
 
 
 def quantisation(e: Evidence) -> Cause | None:
@@ -86,15 +88,17 @@ def _quantised_leaf(e: Evidence) -> Cause | None:
     if not signs or a is None or b is None:
         return None
     gap = difference(a, b)
-    if (
-        gap.comparable
-        and gap.relative is not None
-        and (gap.relative > _RELATED or gap.changed_index is not None)
-    ):
-        return None
-    if gap.relative is not None:
+    if gap.comparable and gap.relative is not None:
+        if gap.changed_index is not None:
+            return None
+        codes = all(t in _QUANTISED_TYPES for t in (e.dtypes().left, e.dtypes().right))
+        # codes say nothing without their scale: what they share is the direction
+        if _cosine(gap.absolute_l2, a, b) < _ALIKE if codes else gap.relative > _RELATED:
+            return None
         signs.append(
-            f"the contents are {number(gap.relative)} apart: the same weights, rounded differently"
+            f"the codes point the same way and are {number(gap.relative)} apart: the same weights in other steps"
+            if codes
+            else f"the contents are {number(gap.relative)} apart: the same weights, rounded differently"
         )
     signs += _low_rank(e)
     return cause(
@@ -105,6 +109,14 @@ def _quantised_leaf(e: Evidence) -> Cause | None:
         "Compare with the weights before quantisation; merge adapters into the full-precision weights and quantise"
         " once afterwards, with the same bits, group size and scales in both runs.",
     )
+
+
+def _cosine(distance: float | None, left: Fingerprint, right: Fingerprint) -> float:
+    """Cosine of two contents, by ||a - b||^2 = ||a||^2 + ||b||^2 - 2 a.b; 0 where it cannot be told."""
+    product = math.sqrt(left.ssq * right.ssq)
+    if distance is None or not product > 0:
+        return 0.0
+    return (left.ssq + right.ssq - distance**2) / (2 * product)
 
 
 def _quantised(side: Side, value: int, name: str) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from opdrift.case import Side
-from opdrift.causes.evidence import Evidence, cause, counted, scope, some
+from opdrift.causes.evidence import SIDES, Evidence, cause, counted, scope, some
 from opdrift.origins.kinds import TRAINING, draws
 from opdrift.records import Cause
 from opdrift.tokens import base
@@ -19,7 +19,7 @@ def dropout(e: Evidence) -> Cause | None:
     if not drawing or not any(is_dropout(side, op) for _, side, op in drawing):
         return None
     one_sided = len(drawing) == 1
-    if not one_sided and (_trains(e) or _extra_draws(e)):
+    if not one_sided and (_trains(e) or _extra_draws(e) or _same_state(drawing) or _seeds(e)):
         return None
     name, side, op = next(d for d in drawing if is_dropout(d[1], d[2]))
     call = side.call(op)
@@ -81,9 +81,13 @@ def rng(e: Evidence) -> Cause | None:
             "Make both runs draw equally often: seed again after the extra draw, or give it a generator of its own"
             " (DataLoader(generator=...))."
         )
+    elif (seeds := _seeds(e)) is not None:
+        evidence += [f"{name}: {words}" for name, words in zip(SIDES, seeds, strict=True)]
+        summary = f"{left.name(i)} in {scope(left.module(i))} draws other numbers: the runs were seeded differently"
+        remedy = "Call torch.manual_seed with the same seed at the same place in both runs."
     else:
-        seeds = [d for d in e.shared.environment if d.name.startswith("seed.")]
-        evidence += [f"{d.name}: {d.left} against {d.right}" for d in seeds]
+        at_start = [d for d in e.shared.environment if d.name.startswith("seed.")]
+        evidence += [f"{d.name}: {d.left} against {d.right}" for d in at_start]
         started = bool(first.left and first.right) and int(
             left.trace.ops.rng[first.left[0]]
         ) != int(right.trace.ops.rng[first.right[0]])
@@ -199,6 +203,33 @@ def _trains(e: Evidence) -> bool:
 def _generator(side: Side, op: int) -> str:
     state = int(side.trace.ops.rng[op])
     return f" (generator state {state:016x})" if state else ""
+
+
+def _same_state(drawing: list[tuple[str, Side, int]]) -> bool:
+    """Whether both runs drew from the same state, so that what differs is how, not what."""
+    states = {int(side.trace.ops.rng[op]) for _, side, op in drawing}
+    return len(states) == 1 and 0 not in states
+
+
+def _seeds(e: Evidence) -> tuple[str, str] | None:
+    """With which seed each run seeded its generator last, if both did while recording and not alike."""
+    found = []
+    for _, side, op in e.sides:
+        if op is None:
+            return None
+        meta = [side.trace.meta(int(v)) for v in side.trace.ops.outputs[op].tolist()]
+        device = meta[0].device if meta else "cpu"
+        last = None
+        for mark in side.trace.marks:
+            if mark.kind == "seed" and mark.seq <= side.seq(op) and mark.fields["device"] == device:
+                last = mark
+        if last is None:
+            return None
+        found.append(
+            f"the program seeded its generator with {last.fields['seed']} before op {last.seq}"
+        )
+    seeds = [words.partition(" before ")[0] for words in found]
+    return None if seeds[0] == seeds[1] else (found[0], found[1])
 
 
 def _extra_draws(e: Evidence) -> tuple[str, Side, list[int]] | None:

@@ -14,7 +14,13 @@ from opdrift.causes import Evidence, Shared, causes_of
 from opdrift.diagnose.divergences import divergence
 from opdrift.diagnose.grouping import grouped_leaves
 from opdrift.diagnose.growth import growth_of
-from opdrift.diagnose.surroundings import environment_of, notes_of, summary_of, unpaired_of
+from opdrift.diagnose.surroundings import (
+    environment_of,
+    notes_of,
+    summary_of,
+    unpaired_of,
+    without_unused_seeds,
+)
 from opdrift.errors import IncomparableTracesError
 from opdrift.origins.model import Origin
 from opdrift.origins.search import Found, find_origins
@@ -63,7 +69,7 @@ def diagnose(
             f" {right.header.fingerprint!r}. Record both runs with the same version of opdrift."
         )
     case = build_case(left, right, maps, same_size=samples is not None)
-    environment = environment_of(left.header, right.header)
+    environment = without_unused_seeds(case, environment_of(left.header, right.header))
     # of a batch of another size the results cannot be held against each other, so every op counts
     whole = left.complete and right.complete and samples is None
     found = find_origins(case, whole=whole)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from opdrift.case import Case, Side
-from opdrift.origins.search import Found
+from opdrift.origins.search import Found, random_draws
 from opdrift.records import EnvironmentDifference, Header, Sides, TraceSummary, UnpairedGroup
 from opdrift.tracefile.reader import Ints, Trace
 
@@ -52,6 +52,23 @@ def environment_of(left: Header, right: Header) -> tuple[EnvironmentDifference, 
             if a != b:
                 found.append(EnvironmentDifference(name, _text(a), _text(b)))
     return tuple(found)
+
+
+def without_unused_seeds(
+    case: Case, environment: tuple[EnvironmentDifference, ...]
+) -> tuple[EnvironmentDifference, ...]:
+    """Leave out how generators began where the first draws of both runs came from the same state.
+
+    Where nothing is drawn it stays: the weights may have been drawn before the recording.
+    """
+    draws = random_draws(case)
+    if not draws.left or not draws.right:
+        return environment
+    left = int(case.left.trace.ops.rng[draws.left[0]])
+    right = int(case.right.trace.ops.rng[draws.right[0]])
+    if left != right or not left:
+        return environment
+    return tuple(d for d in environment if not d.name.startswith("seed."))
 
 
 def _text(value: Any) -> str | None:
