@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from fingerprint_checks import COMPONENT_DTYPE, DTYPES, assert_same, tensor_of
 
+from opdrift import tfp1
 from opdrift.fingerprint import ROW, load_engine, triton_launch
 from opdrift.fingerprint.partials import PARTIAL, WORDS, Ticket, finish
 from opdrift.fingerprint.tensors import kinds_by_dtype, plain_on_device
@@ -66,6 +67,14 @@ def main() -> None:
     check("not aligned to 16 bytes", tensor_of(torch.bfloat16, 4300)[1:])
     check("two programs", tensor_of(torch.float32, triton_launch.TILE + 77))
     check("all NaN", torch.full((70,), math.nan, dtype=torch.float16))
+    for byte in (
+        0,
+        255,
+    ):  # the smallest number, and NaN: what lies beyond the end must not be added
+        scales = torch.full((33,), byte, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+        check(f"float8_e8m0fnu {byte}", scales)
+    for name in tfp1.FP8_FORMATS:  # all bytes, in four rows
+        check(f"{name}, all", torch.arange(256).to(torch.uint8).view(getattr(torch, name)))
     check("items side by side", tensor_of(torch.bfloat16, 3 * 130), (1, 3, 130))
     check("items in pieces", tensor_of(torch.int64, 5 * 3 * 33), (5, 3, 33))
     check("items of single elements", tensor_of(torch.float32, 4 * 7), (4, 7, 1))

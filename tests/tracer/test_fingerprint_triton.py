@@ -39,7 +39,7 @@ def test_the_kernel_writes_what_the_core_writes():
     )
 
     assert done.stderr == ""
-    assert done.stdout == "compared 122\n"
+    assert done.stdout == "compared 129\n"
 
 
 def compiled(

@@ -112,7 +112,7 @@ def _components(tensor: Tensor) -> Tensor:
     if tensor._is_zerotensor():  # autograd's zeros without memory; only a copy has some
         tensor = tensor.clone()
     if tensor.is_quantized:
-        return tensor.int_repr().contiguous().reshape(-1).view(torch.uint8).view(_RAW_DTYPE)
+        return flat(tensor.int_repr()).view(torch.uint8).view(_RAW_DTYPE)
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj().resolve_neg())
     elif tensor.is_neg():
@@ -125,4 +125,12 @@ def _as_bytes(tensor: Tensor) -> Tensor:
         tensor.element_size() == 1
     ):  # as bytes first: copies are not implemented for all of these types
         return tensor.view(torch.uint8).contiguous().view(_RAW_DTYPE)
-    return tensor.contiguous().reshape(-1).view(torch.uint8).view(_RAW_DTYPE)
+    return flat(tensor).view(torch.uint8).view(_RAW_DTYPE)
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """The elements in one dim of stride 1, which `view` to another width asks for.
+
+    A single element is contiguous whatever its strides are, and `reshape` keeps them.
+    """
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from opdrift.fingerprint.tensors import FIRST_FP8_KIND
+from opdrift.fingerprint.tensors import FIRST_FP8_KIND, flat
 from opdrift.tfp1 import (
     CHUNK_SEED,
     FP8_FORMATS,
@@ -89,11 +89,11 @@ class TorchOps:
         """
         code = Code.FP8 if kind >= FIRST_FP8_KIND else Code(kind)
         with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction(), torch.no_grad():
-            bits = data.reshape(-1).view(_INTEGERS[code.bytes]).view(batch)
+            bits = flat(data).view(_INTEGERS[code.bytes]).view(batch)
             parts, _ = self.split(batch[0] * batch[2])
             for item in range(batch[1]):
                 start = at + item * parts
-                own = bits[:, item].reshape(-1).contiguous()
+                own = flat(bits[:, item])
                 self._write_item(own, kind, code, rows[start : start + parts])
 
     def _write_item(self, bits: Tensor, kind: int, code: Code, rows: Tensor) -> None:
