@@ -1,0 +1,200 @@
+"""What hides keys from attention: causal flags, masks that are given, filled in or added, padding that is left out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from opdrift.case import Side
+from opdrift.causes.evidence import Evidence, cause, scope
+from opdrift.causes.reading import MASK_ARGUMENTS, reads_as_mask
+from opdrift.records import Cause, TensorArgument
+from opdrift.tokens import base
+
+#: Ops that write a value where a mask says so, and the position of the mask among their inputs.
+_FILLING: Final = {"masked_fill": 1, "masked_fill_": 1, "_masked_softmax": 1, "where": 0}
+_ADDING: Final = frozenset(["add", "add_", "sub", "baddbmm"])
+_ATTENDING: Final = ("attention", "softmax", "encoder_layer_fwd")
+#: Float masks that are no infinity: torch.finfo(torch.float16).min and the like, -1e4, -1e9.
+_HIDDEN: Final = -1e3
+_REMEDY: Final = (
+    "Hand the same mask to the attention in both runs: print the mask where the module receives it, and follow it"
+    " from the caller; check is_causal and the meaning of True."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Hiding:
+    """One way in which an op hides keys.
+
+    Attributes:
+        op: Index of the op.
+        how: In words.
+        sure: That something is hidden was seen in the mask's numbers.
+    """
+
+    op: int
+    how: str
+    sure: bool
+
+
+def attends(side: Side, op: int) -> bool:
+    """Whether an op is, or ends, the scores of an attention."""
+    return any(word in side.name(op) for word in _ATTENDING)
+
+
+def hidings(side: Side, ops: list[int]) -> list[Hiding]:
+    """What hides keys among ops, in order; a mask that lets all through hides nothing."""
+    found = [each for op in ops for each in _hidings_of(side, op)]
+    inside = set(ops)
+    for region in side.attention:
+        if region.causal and inside.intersection(region.ops):
+            found += [Hiding(region.ops[0], "is_causal=True", sure=True)]
+    return sorted({h.op: h for h in found}.values(), key=lambda h: h.op)
+
+
+def _hidings_of(side: Side, op: int) -> list[Hiding]:
+    name = base(side.name(op))
+    inputs = [int(v) for v in side.trace.ops.inputs[op]]
+    if name in _FILLING and len(inputs) > _FILLING[name]:
+        if name == "where" and not _fills_low(side, inputs[1:]):
+            return []
+        return _by_mask(side, op, inputs[_FILLING[name]], f"{name} by a mask")
+    if name in _ADDING:
+        masks = [v for v in inputs if _is_low(side, v)]
+        return [Hiding(op, "a mask that is added to the scores", sure=True)] if masks else []
+    if name == "_nested_tensor_from_mask":
+        return _by_mask(side, op, inputs[-1], "padding left out by a mask")
+    if not attends(side, op):
+        return []
+    signature = side.op(op).signature
+    given = dict(signature.arguments)
+    found = []
+    if given.get("is_causal") is True:
+        found.append(Hiding(op, "is_causal=True", sure=True))
+    names = side.contents.tokens.table[int(side.trace.ops.signature[op])].slots
+    for slot, value in zip(names, inputs, strict=False):
+        if slot in MASK_ARGUMENTS and isinstance(given.get(slot), TensorArgument):
+            found += _by_mask(side, op, value, f"{slot}={side.trace.meta(value)}")
+    return found
+
+
+def _by_mask(side: Side, op: int, mask: int, how: str) -> list[Hiding]:
+    hides = hides_something(side, mask)
+    return [] if hides is False else [Hiding(op, how, sure=bool(hides))]
+
+
+def hides_something(side: Side, mask: int) -> bool | None:
+    """Whether a mask lets some through and hides others; None where its content is not known.
+
+    The meaning of True is not the same everywhere, so a mask of truth values hides something if it holds both.
+    """
+    print_ = side.nearest_fingerprint(mask)
+    if print_ is None:
+        return None
+    if side.trace.meta(mask).dtype == "bool":
+        return print_.min != print_.max
+    return print_.ninf > 0 or print_.min < _HIDDEN
+
+
+def _is_low(side: Side, value: int) -> bool:
+    """Whether a tensor is a mask of zeros and very low numbers, not scores that were masked before."""
+    print_ = side.nearest_fingerprint(value)
+    return print_ is not None and (
+        print_.max == 0
+        and print_.zero + print_.ninf > 0
+        and (print_.ninf > 0 or print_.min < _HIDDEN)
+    )
+
+
+def _fills_low(side: Side, values: list[int]) -> bool:
+    """Whether one of the two things that `where` chooses between is -inf, or very low, and nothing else."""
+    prints = [side.nearest_fingerprint(v) for v in values]
+    known = [p for p in prints if p is not None]
+    return any(p.ninf == p.n or (p.min == p.max and p.min < _HIDDEN) for p in known) or not known
+
+
+# ---- causes --------------------------------------------------------------------------------------------
+
+
+def mask_on_one_side(e: Evidence) -> Cause | None:
+    """The runs attend by different ops, and only one of them hides keys, whichever backend runs."""
+    if e.origin.story != "region":
+        return None
+    reader = e.consumer()
+    ops = list(e.origin.region.left), list(e.origin.region.right)
+    ends = [
+        op
+        for side, own, op in (
+            (e.case.left, ops[0], reader.left),
+            (e.case.right, ops[1], reader.right),
+        )
+        for op in (*own, *([op] if op is not None else []))
+        if attends(side, op)
+    ]
+    found = hidings(e.case.left, ops[0]), hidings(e.case.right, ops[1])
+    if not ends or bool(found[0]) == bool(found[1]):
+        return None
+    number = 0 if found[0] else 1
+    name, side, _ = e.sides[number]
+    other = e.sides[1 - number][0]
+    first = found[number][0]
+    return cause(
+        "mask",
+        "certain" if first.sure else "likely",
+        f"attention in {scope(side.module(first.op))} is masked in the {name} run only: {first.how}",
+        [
+            *(f"{name}: {hiding.how}: {side.place(hiding.op)}" for hiding in found[number][:3]),
+            f"{other}: no mask, not causal, on the way to the same result",
+            "another attention backend may run because of the mask; without it the results cannot agree",
+        ],
+        _REMEDY,
+    )
+
+
+def decided_otherwise(e: Evidence) -> Cause | None:
+    """A comparison with other arguments decides what is hidden: another window, another length."""
+    found, values = e.any_op, e.origin.values
+    if e.origin.story != "op" or not e.origin.settings or found is None:
+        return None
+    name, side, op = found
+    value = values.left if name == "left" else values.right
+    if value is None or side.trace.meta(value).dtype != "bool" or not reads_as_mask(side, value):
+        return None
+    return cause(
+        "mask",
+        "certain",
+        f"{side.name(op)} in {scope(side.module(op))} decides otherwise what attention may see",
+        [
+            *(f"{s.name}: {s.left} against {s.right}" for s in e.origin.settings),
+            *(f"{label}: {s.place(i)}" for label, s, i in e.sides if i is not None),
+            "attention reads what comes of it as its mask",
+        ],
+        _REMEDY,
+    )
+
+
+def mask_leaf(e: Evidence) -> Cause | None:
+    """A buffer or a constant that differs is read as a mask."""
+    leaf, values = e.origin.leaf.left or e.origin.leaf.right, e.origin.values
+    if e.origin.kind != "leaf" or leaf is None or leaf.kind not in ("buffer", "constant", "input"):
+        return None
+    if values.left is None or not reads_as_mask(e.case.left, values.left):
+        return None
+    what = leaf.name or "a tensor without a name, made before it was first used,"
+    reads = [f"{name}: {side.place(i)} reads it" for name, side, i in e.sides if i is not None]
+    hidden = [
+        f"{name}: {print_.zero} of {print_.n} elements are zero or False"
+        for name, side, value in (
+            ("left", e.case.left, values.left),
+            ("right", e.case.right, values.right),
+        )
+        if value is not None and (print_ := side.nearest_fingerprint(value)) is not None
+    ]
+    return cause(
+        "mask",
+        "certain",
+        f"the mask {what} differs before the first op that reads it",
+        [*reads, *hidden, "attention reads it as its mask"],
+        _REMEDY,
+    )
