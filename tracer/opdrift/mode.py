@@ -217,13 +217,17 @@ class RecordingMode(TorchDispatchMode):
             if signature is None:
                 signature = self._signature(plan, signature_key, args, kwargs or _NO_ARGUMENTS)
             node = current_node()
+            grad = is_grad_enabled()
+            if grad:
+                flags |= GRAD_ENABLED
             if node is None:
                 # forward: what the autograd node will be called
                 phase, number = 0, sequence_number()
+            elif grad and t.call:
+                # a module called in the backward pass, as checkpointing does: it makes nodes of its own
+                phase, number = 1, sequence_number()
             else:
                 phase, number = 1, node._sequence_nr() & 0x7FFFFFFFFFFFFFFF
-            if is_grad_enabled():
-                flags |= GRAD_ENABLED
             seq = t.seq = next(self._seq)
             rng = self._random_state(t, args, kwargs or _NO_ARGUMENTS) if plan.seeded else 0
         except Exception as error:
