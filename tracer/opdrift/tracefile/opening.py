@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 import pyarrow as pa
@@ -16,6 +17,12 @@ from opdrift.errors import DamagedTraceError, NotATraceError, TraceVersionError
 from opdrift.records import TRACE_SCHEMA, Footer, Header
 from opdrift.tracefile.reader import Trace, ints, ragged
 from opdrift.tracefile.schema import CHECKS, FOOTER, HEADER, TABLES, checksum
+from opdrift.tracefile.stored import StoredRows, split
+
+#: The table whose long columns stay on disk until a row is asked for.
+_PARTLY: Final = "tensors"
+#: Bytes that are read at a time to be checked.
+_CHUNK: Final = 1 << 20
 
 
 def rank_folders(path: Path) -> dict[int, Path]:
@@ -72,8 +79,13 @@ def _load(folder: Path, rank: int | None) -> Trace:
         )
     lengths, damage = _verified_lengths(folder)
     tables = {
-        name: _table(folder / f"{name}.arrows", name, lengths.get(name, 0)) for name in TABLES
+        name: _table(folder / f"{name}.arrows", name, lengths.get(name, 0))
+        for name in TABLES
+        if name != _PARTLY
     }
+    tables[_PARTLY], stored = _thin_table(
+        folder / f"{_PARTLY}.arrows", _PARTLY, lengths.get(_PARTLY, 0)
+    )
     footer, trouble = _footer(folder)
     incomplete = damage or trouble
     if incomplete is None and footer is not None and footer.failures:
@@ -88,7 +100,7 @@ def _load(folder: Path, rank: int | None) -> Trace:
         tables = _consistent(tables)
         last = ints(tables["ops"], "seq").max(initial=0)
         incomplete = f"incomplete at op {last}: {incomplete}"
-    return Trace(folder, header, footer, tables, incomplete)
+    return Trace(folder, header, footer, tables, incomplete, stored=stored)
 
 
 def _consistent(tables: dict[str, pa.Table]) -> dict[str, pa.Table]:
@@ -186,14 +198,21 @@ def _check_lines(folder: Path) -> Iterator[bytes]:
 
 
 class _File:
-    """A table's bytes, to be held against the checksums of its parts."""
+    """A table's bytes, to be held against the checksums of its parts; only one part is in memory at a time."""
 
     def __init__(self, path: Path) -> None:
-        self._data = memoryview(path.read_bytes()) if path.exists() else memoryview(b"")
-        self.size = len(self._data)
+        self._path = path
+        self.size = path.stat().st_size if path.exists() else 0
 
     def matches(self, start: int, end: int, crc: int) -> bool:
-        return start <= end <= self.size and zlib.crc32(self._data[start:end]) == crc
+        if not start <= end <= self.size:
+            return False
+        found = 0
+        with self._path.open("rb") as file:
+            file.seek(start)
+            for at in range(start, end, _CHUNK):
+                found = zlib.crc32(file.read(min(_CHUNK, end - at)), found)
+        return found == crc
 
 
 def _table(path: Path, name: str, length: int) -> pa.Table:
@@ -201,11 +220,22 @@ def _table(path: Path, name: str, length: int) -> pa.Table:
     schema = TABLES[name]
     batches: list[pa.RecordBatch] = []
     if length:
-        with pa.memory_map(str(path)) as source:
-            stream = ipc.open_stream(source.read_buffer(length))
-            while True:
-                try:
-                    batches.append(stream.read_next_batch())
-                except (StopIteration, pa.ArrowInvalid, OSError):
-                    break  # a prefix of a stream has no end mark
+        stream = ipc.open_stream(_prefix(path, length))
+        while True:
+            try:
+                batches.append(stream.read_next_batch())
+            except (StopIteration, pa.ArrowInvalid, OSError):
+                break  # a prefix of a stream has no end mark
     return pa.Table.from_batches(batches, schema=schema)
+
+
+def _thin_table(path: Path, name: str, length: int) -> tuple[pa.Table, StoredRows | None]:
+    """The same without its long columns, and where those are; they are most of a trace."""
+    if not length:
+        return _table(path, name, length), None
+    return split(_prefix(path, length), TABLES[name], ("sketch", "sample"))
+
+
+def _prefix(path: Path, length: int) -> pa.Buffer:
+    with pa.memory_map(str(path)) as source:
+        return source.read_buffer(length)

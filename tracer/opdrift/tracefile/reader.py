@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,7 @@ from opdrift.tracefile.schema import (
     SKETCH_NARROW_BYTES,
     SKETCH_WIDE_BYTES,
 )
+from opdrift.tracefile.stored import StoredRows
 
 Ints = npt.NDArray[np.int64]
 _WIDTH = {0: 4, 1: 8, 2: 2, 3: 2, 4: 1, 5: 1, 6: 1, 7: 2, 8: 2, 9: 4, 10: 4, 11: 8, 12: 8, 13: 1}
@@ -77,6 +78,21 @@ class OpColumns:
 
     def __len__(self) -> int:
         return len(self.seq)
+
+
+@dataclass(frozen=True, slots=True)
+class CallColumns:
+    """Module calls, indexed by call id (row 0 is the program outside every module); `path` is a name's id."""
+
+    parent: Ints
+    path: Ints
+    number: Ints
+    source: Ints
+    training: Ints
+    thread: Ints
+
+    def __len__(self) -> int:
+        return len(self.parent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +145,14 @@ class Fingerprint:
 
 
 class FingerprintColumns:
-    """All fingerprints of a trace; scalars as arrays, sketches and samples decoded on demand."""
+    """All fingerprints of a trace; scalars as arrays, sketches and samples decoded on demand.
 
-    def __init__(self, table: pa.Table) -> None:
+    Args:
+        table: As in the schema; or without sketches and samples, with a column `stored` instead.
+        stored: Where the sketches and samples of such a table are.
+    """
+
+    def __init__(self, table: pa.Table, stored: StoredRows | None = None) -> None:
         self.value: Ints = ints(table, "value")
         self.raw = (
             _column(table, "raw").to_numpy(zero_copy_only=False).astype(np.uint64, copy=False)
@@ -153,8 +174,12 @@ class FingerprintColumns:
                 "subnormal",
             )
         }
-        self._sketch = _column(table, "sketch")
-        self._sample = _column(table, "sample")
+        self._stored = stored
+        if stored is None:
+            self._sketch = _column(table, "sketch")
+            self._sample = _column(table, "sample")
+        else:
+            self._row: Ints = ints(table, "stored")
 
     def __len__(self) -> int:
         return len(self.value)
@@ -166,6 +191,7 @@ class FingerprintColumns:
     def __getitem__(self, row: int) -> Fingerprint:
         number = self._numbers
         code = int(self.code[row])
+        sketch, sample = self._long(row)
         return Fingerprint(
             raw=int(self.raw[row]),
             n=int(self.n[row]),
@@ -180,9 +206,14 @@ class FingerprintColumns:
             ninf=int(number["ninf"][row]),
             zero=int(number["zero"][row]),
             subnormal=int(number["subnormal"][row]),
-            sketch=decode_sketch(self._sketch[row].as_py() or b""),
-            sample=_decode_sample(self._sample[row].as_py() or b"", _WIDTH[code]),
+            sketch=decode_sketch(sketch),
+            sample=_decode_sample(sample, _WIDTH[code]),
         )
+
+    def _long(self, row: int) -> tuple[bytes, ...]:
+        if self._stored is not None:
+            return self._stored[int(self._row[row])]
+        return self._sketch[row].as_py() or b"", self._sample[row].as_py() or b""
 
 
 def decode_sketch(data: bytes) -> npt.NDArray[np.float64] | None:
@@ -214,6 +245,8 @@ class Trace:
         footer: Footer | None,
         tables: Mapping[str, pa.Table],
         incomplete: str | None,
+        *,
+        stored: StoredRows | None = None,
     ) -> None:
         self.path = path
         self.header = header
@@ -221,13 +254,14 @@ class Trace:
         self.incomplete = incomplete
         self._texts = _texts(tables["names"])
         self.ops = _op_columns(tables["ops"])
-        self.fingerprints = FingerprintColumns(tables["tensors"])
+        self.fingerprints = FingerprintColumns(tables["tensors"], stored)
         self.values = _value_columns(tables["values"], self.fingerprints)
-        self._calls = tables["calls"].to_pydict()
+        self.call_columns = _call_columns(tables["calls"])
         self._leaves = tables["leaves"]
         self._marks = tables["marks"]
         self._samples = tables["samples"]
         self._axes = tables["axes"]
+        self._call_names: dict[int, tuple[str, str]] = {0: ("", "")}
         self._signatures: dict[int, Signature] = {}
         self._infos: dict[int, OpInfo] = {}
         self._metas: dict[int, TensorMeta] = {}
@@ -314,29 +348,14 @@ class Trace:
     @cached_property
     def calls(self) -> Sequence[Call]:
         """Module calls, indexed by call id; call 0 is the program outside every module."""
-        columns = self._calls
-        size = max(columns["call"], default=0) + 1
-        found = [Call(i, 0, "", "", 0, False, None, 0) for i in range(size)]
-        names: dict[int, tuple[str, str]] = {}
-        for i, parent, path, number, source, training, thread in zip(
-            *(
-                columns[c]
-                for c in ("call", "parent", "path", "number", "source", "training", "thread")
-            ),
-            strict=True,
-        ):
-            if path not in names:
-                name = json.loads(self._texts["path", path])
-                names[path] = name["path"], name["type"]
-            found[i] = Call(
-                i,
-                parent,
-                *names[path],
-                number,
-                bool(training),
-                self.source(source),
-                thread,
-            )
+        return _Calls(self)
+
+    def call_name(self, path: int) -> tuple[str, str]:
+        """Path and type of the module with this path id; both are "" for 0."""
+        found = self._call_names.get(path)
+        if found is None:
+            name = json.loads(self._texts["path", path])
+            found = self._call_names[path] = name["path"], name["type"]
         return found
 
     @cached_property
@@ -463,6 +482,43 @@ class Trace:
         return found
 
 
+class _Calls(Sequence[Call]):
+    """The calls of a trace, each made when it is asked for: a long run has hundreds of thousands."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._made: dict[int, Call] = {}
+
+    def __len__(self) -> int:
+        return len(self._trace.call_columns)
+
+    @overload
+    def __getitem__(self, index: int) -> Call: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Call]: ...
+    def __getitem__(self, index: int | slice) -> Call | list[Call]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        found = self._made.get(index)
+        return found if found is not None else self._make(index)
+
+    def _make(self, index: int) -> Call:
+        columns, trace = self._trace.call_columns, self._trace
+        ident = range(len(self))[index]  # what is out of range is said as a list says it
+        path, type_ = trace.call_name(int(columns.path[ident]))
+        found = self._made[index] = Call(
+            ident,
+            int(columns.parent[ident]),
+            path,
+            type_,
+            int(columns.number[ident]),
+            bool(columns.training[ident]),
+            trace.source(int(columns.source[ident])),
+            int(columns.thread[ident]),
+        )
+        return found
+
+
 # ---- columns -----------------------------------------------------------------------------------------
 
 
@@ -517,6 +573,19 @@ def _op_columns(table: pa.Table) -> OpColumns:
         rng=rng,
         inputs=ragged(table, "inputs", order),
         outputs=ragged(table, "outputs", order),
+    )
+
+
+def _call_columns(table: pa.Table) -> CallColumns:
+    ids = ints(table, "call")
+
+    def spread(name: str) -> Ints:
+        out = np.zeros(int(ids.max(initial=0)) + 1, np.int64)
+        out[ids] = ints(table, name)
+        return out
+
+    return CallColumns(
+        *(spread(n) for n in ("parent", "path", "number", "source", "training", "thread"))
     )
 
 
