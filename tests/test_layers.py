@@ -30,7 +30,7 @@ LAYERS: tuple[tuple[int, str, str], ...] = (
     (3, RECORDING, "mode naming options recorder"),
     (2, READING, "align contents layouts tokens"),
     (3, READING, "bounds case compare flow leaves pairs picks provenance samples settings sinks"),
-    (4, READING, "causes findings origins receivers sizes"),
+    (4, READING, "causes findings foreign origins receivers sizes"),
     (5, READING, "diagnose"),
     (6, READING, "render testing"),
     (7, READING, "__main__ commands"),

@@ -295,7 +295,8 @@ class Divergence:
         nonfinite: Non-finite values of each side's output.
         tensors: `float32[2, 6]` of each side's output or leaf.
         members: Names of the leaves, or seqs as text, that this divergence stands for besides itself.
-        how: How the sizes were obtained ("sketch", "sample", "exact", "statistics", "unavailable").
+        how: How the sizes were obtained ("sketch", "sample", "exact", "statistics", "unavailable"; of
+            logs of other tools "norms", how far two norms are apart, a lower bound, or "hashes").
         final_relative_difference: The same measure at the run's output.
     """
 
@@ -399,7 +400,9 @@ class Diagnosis:
 
     `ranks` holds one diagnosis per rank when distributed traces are compared rank by rank; this one
     is then the rank with the earliest origin. `notes` are sentences about what could not be judged or
-    does not count (unused weights that differ, a trace that is incomplete).
+    does not count (unused weights that differ, a trace that is incomplete). `exact` is False where the
+    records cannot prove that two tensors are equal (logs of other tools): "identical" then says that no
+    difference was seen.
     """
 
     verdict: Verdict
@@ -416,6 +419,7 @@ class Diagnosis:
     growth: tuple[GrowthPoint, ...] = ()
     notes: tuple[str, ...] = ()
     ranks: Mapping[int, Diagnosis] = field(default_factory=dict)
+    exact: bool = True
 
 
 @dataclass(frozen=True, slots=True)

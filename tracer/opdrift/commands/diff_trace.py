@@ -33,7 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `diff-trace`; tests/test_public_api.py freezes them."""
     parser.usage = f"{parser.prog} LEFT RIGHT [options]"
     parser.add_argument(
-        "traces", metavar="TRACE", nargs="*", help="LEFT and RIGHT: folders that record() wrote"
+        "traces",
+        metavar="TRACE",
+        nargs="*",
+        help="LEFT and RIGHT: folders that record() wrote; or two logs of DebugMode or torchtitan",
     )
     add = parser.add_argument_group("what is compared").add_argument
     add(
@@ -146,14 +149,19 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _compare(options: argparse.Namespace) -> tuple[Diagnosis, Sides[Trace | Path]]:
-    """The answer, and the traces, opened already where they are of one process."""
+    """The answer, and the traces, opened already where they are of one process; logs stay paths."""
     from opdrift.diagnose import diff
     from opdrift.records import Sides
     from opdrift.tracefile.opening import load, rank_folders
 
+    paths = [Path(given) for given in options.traces]
+    logs = any(path.is_file() for path in paths)
+    if logs and (options.tree or options.side_by_side or options.context is not None):
+        raise InvalidOptionError(
+            "--tree, --side-by-side and --context need traces of opdrift.record(); these are logs of another tool."
+        )
     left, right = (
-        path if rank_folders(path) else load(path, rank=options.rank)
-        for path in map(Path, options.traces)
+        path if logs or rank_folders(path) else load(path, rank=options.rank) for path in paths
     )
     answer = diff(
         left,
@@ -200,6 +208,8 @@ def _rendered(
         return relative(markdown.render(diagnosis), screen.folder)
     from opdrift.render import text
 
+    if not diagnosis.exact:  # logs of another tool: no trace to look further into
+        return text.render(diagnosis, screen)
     left, right = (
         _opened(t, one)
         for t, one in ((traces.left, diagnosis.left), (traces.right, diagnosis.right))

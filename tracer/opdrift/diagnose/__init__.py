@@ -10,6 +10,7 @@ from pathlib import Path
 from opdrift.align import Maps
 from opdrift.diagnose.answer import diagnose
 from opdrift.errors import IncomparableTracesError, InvalidOptionError
+from opdrift.foreign import diff_logs, read_log
 from opdrift.records import Diagnosis
 from opdrift.sizes import Tolerance
 from opdrift.tracefile.opening import load, rank_folders
@@ -36,7 +37,8 @@ def diff(
     origin, and holds those of all ranks in `ranks`.
 
     Args:
-        left: The run taken as reference: a trace, or the path of one.
+        left: The run taken as reference: a trace, or the path of one, or a log that `DebugMode.save_logs` or
+            torchtitan's numerics debugger wrote (both sides then; docs/foreign-logs.md).
         right: The run to explain.
         samples: "L:R": compare sample L of the left run's batch with sample R of the right one's.
         tolerance: Allowed difference (rtol, atol); None means what rounding explains at each op.
@@ -52,6 +54,11 @@ def diff(
     chosen = _samples(samples)
     renames = _maps(maps)
     allowed = Tolerance(*tolerance) if isinstance(tolerance, tuple) else tolerance
+    files = [t for t in (left, right) if not isinstance(t, Trace) and Path(t).is_file()]
+    if files:
+        return _of_logs(
+            left, right, files, renames, plain=(samples, tolerance, rank) == (None, None, None)
+        )
     a, b = _ranks(left, rank), _ranks(right, rank)
     shared = sorted(a.keys() & b.keys())
     if not shared:
@@ -66,6 +73,31 @@ def diff(
     if len(found) == 1 and len(a) == len(b) == 1:
         return next(iter(found.values()))
     return _of_ranks(found, sorted(a.keys() ^ b.keys()))
+
+
+def _of_logs(
+    left: Trace | PathLike,
+    right: Trace | PathLike,
+    files: Sequence[PathLike],
+    maps: Maps,
+    *,
+    plain: bool,
+) -> Diagnosis:
+    """Compare two files, which are logs of other tools: a trace is a folder."""
+    if isinstance(left, Trace) or isinstance(right, Trace) or len(files) < 2:
+        other = right if files[0] is left else left
+        read_log(os.fspath(files[0]))  # a file that is no log at all is told first
+        if not isinstance(other, Trace):
+            load(other)  # and likewise a path that holds nothing
+        raise IncomparableTracesError(
+            f"{os.fspath(files[0])} is a log of another tool, {_path(other)} is a trace. Compare two logs of the same tool,"
+            " or two traces of opdrift.record()."
+        )
+    if not plain:
+        raise InvalidOptionError(
+            "Samples, ranks and tolerances need traces of opdrift.record(); a log holds one number a tensor. Leave them out."
+        )
+    return diff_logs(os.fspath(left), os.fspath(right), maps=maps)
 
 
 def _ranks(trace: Trace | PathLike, rank: int | None) -> Mapping[int, Trace]:

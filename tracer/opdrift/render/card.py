@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ class Field:
 
 def headline(diagnosis: Diagnosis) -> str:
     """The verdict and the place, in one sentence."""
+    if diagnosis.verdict == "identical" and not diagnosis.exact:
+        return f"no difference seen: {_counts(diagnosis)}; every hash is equal, which does not prove that every tensor is"
     if diagnosis.verdict == "identical":
         return f"identical: {_counts(diagnosis)}; all that reaches the outputs is equal bit for bit"
     shown = focus(diagnosis)
@@ -67,6 +70,10 @@ def focus(diagnosis: Diagnosis) -> Divergence | None:
 
 def _place(first: Divergence, left: TraceSummary, right: TraceSummary) -> str:
     what = name(first.op or first.name or "op")
+    if (
+        first.kind == "leaf" and first.how in _HASHED
+    ):  # a log names no leaf: where it is read is what is known
+        return f"at op {at(first.seq, left, right)}: {what if first.name is None else name(first.name)} in {scope(first.module)} differs"
     if first.kind == "leaf":
         more = f" and {count(len(first.members))} more" if first.members else ""
         verb = "differ" if more else "differs"
@@ -151,7 +158,18 @@ def _with(first: Divergence) -> Field:
     return Field("also", (f"{plural(len(first.members), 'other')}: {shown}{more}",))
 
 
+#: How sizes of logs of other tools were obtained: a hash leaves open whether two tensors are equal.
+_HASHED = ("norms", "hashes")
+_HASHED_INPUTS = {
+    None: "not known: not all of them were hashed",
+    True: "equal hashes, which do not prove equal inputs",
+    False: "already differ, by their hashes",
+}
+
+
 def _inputs(first: Divergence) -> Field:
+    if first.how in _HASHED:
+        return Field("inputs", (_HASHED_INPUTS[first.inputs_match],))
     if first.inputs_match is None:
         return Field("inputs", ("not all known: some were not fingerprinted",))
     if first.inputs_match:
@@ -193,6 +211,8 @@ _HOW = {
 def _relative(first: Divergence) -> str:
     if first.relative_difference is None:
         return "differs; how far is not known"
+    if first.how in _HASHED:
+        return _norms(first.relative_difference, first.explained)
     how = _HOW.get(first.how or "")
     said = f"relative difference {size(first.relative_difference)}" + (f" ({how})" if how else "")
     bound = first.explained
@@ -209,6 +229,22 @@ def _relative(first: Divergence) -> str:
     if first.relative_difference > bound:
         return f"{said}; rounding explains only {size(bound)}"
     return f"{said}; small enough for rounding (up to {size(bound)}), but see the cause"
+
+
+def _norms(distance: float, bound: float | None) -> str:
+    """How far two norms are apart, from a log that holds no more."""
+    if distance == 0:
+        return "the hashes differ; how far is not known"
+    if not math.isfinite(distance):
+        return "the norm is zero, infinite or NaN in one run alone"
+    said = f"the norms are {size(distance)} apart, relatively; the tensors at least as far"
+    if bound is None:
+        return said
+    return (
+        f"{said}; rounding explains up to {size(bound)}"
+        if distance <= bound
+        else f"{said}; rounding explains only {size(bound)}"
+    )
 
 
 def _details(first: Divergence) -> Iterator[str]:

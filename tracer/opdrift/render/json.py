@@ -42,11 +42,12 @@ def safe(data: Any) -> Any:
 
 
 def diagnosis_object(diagnosis: Diagnosis) -> dict[str, Any]:
-    """The document's data; DESIGN 3.4 names the fields, `growth`, `notes` and `ranks` are ours."""
+    """The document's data; DESIGN 3.4 names the fields; `exact`, `growth`, `notes` and `ranks` are ours."""
     d = diagnosis
     return {
         "schema": DIAGNOSIS_SCHEMA,
         "verdict": d.verdict,
+        "exact": d.exact,
         "left": _summary(d.left),
         "right": _summary(d.right),
         "first": _divergence(d.first),

@@ -61,6 +61,7 @@ def render(
     _notes(page, diagnosis)
     if diagnosis.verdict != "identical":
         _sides(page, diagnosis)
+    if diagnosis.verdict != "identical" and diagnosis.exact:
         _next(page, diagnosis, shown)
     return page.render()
 
@@ -274,7 +275,10 @@ def describe(one: TraceSummary) -> str:
     label = f' "{name(one.label)}"' if one.label else ""
     rank = f", rank {one.rank} of {one.world_size}" if one.world_size and one.world_size > 1 else ""
     whole = "" if one.complete else ", incomplete"
-    return f"{name(one.path)}{label}: {plural(one.ops, 'op')}{whole}, torch {name(one.torch)}, {name(one.device)}{rank}, {moment(one.created)}"
+    torch = f", torch {name(one.torch)}" if one.torch else ""
+    device = f", {name(one.device)}" if one.device else ""
+    created = f", {moment(one.created)}" if one.created else ""
+    return f"{name(one.path)}{label}: {plural(one.ops, 'op')}{whole}{torch}{device}{rank}{created}"
 
 
 def _next(page: Page, diagnosis: Diagnosis, shown: Divergence | None) -> None:
