@@ -88,7 +88,7 @@ def _of_logs(
         other = right if files[0] is left else left
         read_log(os.fspath(files[0]))  # a file that is no log at all is told first
         if not isinstance(other, Trace):
-            load(other)  # and likewise a path that holds nothing
+            load(os.fspath(other))  # and likewise a path that holds nothing
         raise IncomparableTracesError(
             f"{os.fspath(files[0])} is a log of another tool, {_path(other)} is a trace. Compare two logs of the same tool,"
             " or two traces of opdrift.record()."
