@@ -13,6 +13,7 @@ from typing import Final
 from opdrift.causes import (
     arguments,
     environment,
+    exchanged,
     kernels,
     masking,
     memory,
@@ -38,7 +39,7 @@ CAUSES: Final[dict[str, Callable[[Evidence], Cause | None]]] = {
     "train-mode": randomness.train_mode,
     "rng": randomness.rng,
     "weights-written": parameters.weights_written,
-    "weights-exchanged": parameters.weights_exchanged,
+    "weights-exchanged": exchanged.weights_exchanged,
     "inplace": memory.inplace,
     "kv-cache": arguments.kv_cache,
     "mask-on-one-side": masking.mask_on_one_side,
