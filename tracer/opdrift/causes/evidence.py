@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -29,6 +29,8 @@ from opdrift.sizes import Size
 
 SIDES = ("left", "right")
 
+T = TypeVar("T")
+
 
 class Shared:
     """Facts about the whole comparison, found once."""
@@ -36,6 +38,14 @@ class Shared:
     def __init__(self, case: Case, environment: Sequence[EnvironmentDifference]) -> None:
         self.case = case
         self.environment = tuple(environment)
+        self._once: dict[Callable[[Case], Any], Any] = {}
+
+    def once(self, find: Callable[[Case], T]) -> T:
+        """What a function or a class says of both traces; asked once."""
+        if find not in self._once:
+            self._once[find] = find(self.case)
+        found: T = self._once[find]
+        return found
 
     @cached_property
     def draws(self) -> Sides[list[int]]:

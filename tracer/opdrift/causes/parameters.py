@@ -1,12 +1,14 @@
-"""Leaves that differ: weights, buffers, inputs."""
+"""Parameters and buffers that differ."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
-from opdrift.case import Side
-from opdrift.causes.evidence import Evidence, cause, counted, number, some, tally
+from opdrift.causes.evidence import SIDES, Evidence, cause, counted, number, some, tally
+from opdrift.causes.likeness import Kind
+from opdrift.causes.relations import Relations, common, moved_words
 from opdrift.compare import Difference, describe, difference
 from opdrift.provenance import Provenance
 from opdrift.records import Cause, Leaf, Sides
@@ -18,49 +20,143 @@ _LOOKED_AT: Final = 2_000
 _INDEPENDENT: Final = (1.2, 1.65)
 #: Spreads that differ by less than this factor count as the same.
 _SAME_SPREAD: Final = 1.5
-_MASKS: Final = ("mask",)
 
 
 def weights(e: Evidence) -> Cause | None:
     """Parameters differ between the runs."""
+    relations = e.shared.once(Relations)
     leaf = e.origin.leaf.left or e.origin.leaf.right
     if e.origin.kind != "leaf" or leaf is None or leaf.kind != "parameter":
         return None
     members = _members(e)
-    total, differing, equal = e.shared.model_leaves
-    named = bool(leaf.name)
-    headline = (
-        f"{differing} of {counted(total, 'tensor')} of the model "
-        f"{'differs' if differing == 1 else 'differ'} before the first op"
-        if named and total
-        else f"the weight {leaf.name or 'without a name'} differs"
-    )
+    headline = _headline(e, leaf)
+    equal = e.shared.model_leaves[2]
     drawn, all_drawn = _drawn(e, members)
     sizes = _sizes(e, members)
+    how = _how(e, members, sizes, drawn=bool(drawn))
     evidence = [
+        *how.evidence,
         _under_one_prefix(e.origin.names, equal),
         *drawn,
         *_dropped(e),
         *sizes.words,
-        _constant_fills(e, equal) if drawn or sizes.independent else "",
+        sizes.drawn_words if how.never_loaded else "",
+        *relations.tie_words(e.origin.names),
+        _constant_fills(e, equal) if how.never_loaded else "",
         *_transfers(e),
     ]
-    never_loaded = bool(drawn) or sizes.independent
-    if never_loaded:
-        summary = f"{headline}; they are independent random numbers, as if a checkpoint never reached them"
-        if all_drawn:
-            where = f"in the {all_drawn[0]} run " if len(all_drawn) == 1 else ""
-            summary = f"{headline}; {where}each was last written by a random draw, none by a copy from a checkpoint"
-        elif drawn:
-            summary = f"{headline}; some were last written by a random draw, not by a copy from a checkpoint"
-        remedy = _seed_remedy(e, members) + _load_remedy(e)
-    elif sizes.single is not None:
-        summary = f"{headline}; one element of {e.origin.names[0]} changed"
-        remedy = "Compare checksums of the two weight files, copy the file anew, and test the disk and memory it came from."
+    if all_drawn:
+        where = f"in the {all_drawn[0]} run " if len(all_drawn) == 1 else ""
+        summary = f"{headline}; {where}each was last written by a random draw, none by a copy from a checkpoint"
+    elif drawn:
+        summary = (
+            f"{headline}; some were last written by a random draw, not by a copy from a checkpoint"
+        )
     else:
-        summary = f"{headline}; the runs were given different weights"
-        remedy = "Load the same checkpoint in both runs: compare the paths and checksums of what torch.load reads, and record again."
+        summary = f"{headline}; {how.words}"
+    remedy = _seed_remedy(e, members) + _load_remedy(e) if how.never_loaded else how.remedy
     return cause("weights", "certain", summary, evidence, remedy)
+
+
+def _headline(e: Evidence, leaf: Leaf) -> str:
+    total, differing, _ = e.shared.model_leaves
+    if not leaf.name or not total:
+        return f"the weight {leaf.name or 'without a name'} differs"
+    return (
+        f"{differing} of {counted(total, 'tensor')} of the model "
+        f"{'differs' if differing == 1 else 'differ'} before the first op"
+    )
+
+
+_SAME_CHECKPOINT: Final = "Load the same checkpoint in both runs: compare the paths and checksums of what torch.load reads, and record again."
+
+
+@dataclass(frozen=True, slots=True)
+class _How:
+    """In which way weights differ."""
+
+    words: str
+    remedy: str = _SAME_CHECKPOINT
+    evidence: tuple[str, ...] = ()
+    never_loaded: bool = False
+
+
+def _how(e: Evidence, members: Sequence[Sides[Leaf | None]], sizes: _Sizes, *, drawn: bool) -> _How:
+    """In which way weights differ: the first that explains most of them."""
+    relations = e.shared.once(Relations)
+    moved = relations.moved(members)
+    if 2 * len(moved) > len(members):
+        return _How(
+            moved_words(moved, len(members)),
+            "Compare the keys of the two state dicts with the names of the modules: a renaming, an order of layers or"
+            " two assignments are mixed up.",
+            ("their digests are equal bit for bit",),
+        )
+    if drawn:
+        return _How("", never_loaded=True)
+    way = common([f for f in relations.likenesses(members) if f.kind != "constant"])
+    if way is not None and way[0] in _WAYS:
+        kind, found = way
+        words, remedy = _WAYS[kind]
+        which = "" if found[0].side is None else SIDES[found[0].side]
+        return _How(
+            words.format(side=which, detail=found[0].detail),
+            remedy,
+            (
+                found[0].words
+                + (f" ({len(found)} of {len(members)} alike)" if len(members) > 1 else ""),
+            ),
+        )
+    if sizes.independent:
+        return _How(
+            "they are independent random numbers, as if a checkpoint never reached them",
+            never_loaded=True,
+        )
+    if sizes.single is not None:
+        return _How(
+            f"one element of {e.origin.names[0]} changed",
+            "Compare checksums of the two weight files, copy the file anew, and test the disk and memory it came from.",
+        )
+    if way is not None and way[0] == "near":
+        return _How(
+            "they are near each other, as two checkpoints of one training are, or weights that one run changed"
+            " (merged, averaged, trained on)",
+            "Load the same checkpoint in both runs: compare the step, path and checksum of what torch.load reads; look"
+            " for EMA weights, merged adapters and an optimizer step before the comparison.",
+        )
+    return _How("the runs were given different weights")
+
+
+#: Kind of likeness -> what happened, and what to do.
+_WAYS: Final[dict[Kind, tuple[str, str]]] = {
+    "rearranged": (
+        "they are the same numbers in another order: rows or columns permuted, or a weight transposed",
+        "Look at how the checkpoint is converted: transpose (Conv1D holds the transposed weight of Linear), the order of"
+        " q, k and v in a packed projection, the interleaving of rotary halves, the order of vocabulary entries.",
+    ),
+    "negated": (
+        "every number has the other sign",
+        "Look for a sign in the conversion of the checkpoint, and compare checksums of the two weight files.",
+    ),
+    "scaled": (
+        "they differ by one factor, {detail}",
+        "Look for a scale that was folded into the weights in one run only (attention scale, LoRA alpha, weight norm).",
+    ),
+    "zeroed": (
+        "some elements are 0 in the {side} run, and the others are the same",
+        "Look for pruning, weight masks, or a copy that stopped early, in the {side} run's weights.",
+    ),
+    "cast": (
+        "the {side} run's went through {detail} and back",
+        "Save and load the weights in one dtype: look for .half(), .bfloat16(), torch_dtype= and a checkpoint that was"
+        " exported in less precision.",
+    ),
+    "rounding": (
+        "they differ by as little as rounding leaves: computed, merged or converted twice, in another order or on"
+        " another machine",
+        "Compute the weights once, save them, and load that file in both runs.",
+    ),
+}
 
 
 def weights_written(e: Evidence) -> Cause | None:
@@ -111,6 +207,7 @@ def buffer_state(e: Evidence) -> Cause | None:
         *_drawn(e, _members(e))[0],
         *_casts(e),
         *sizes.words,
+        sizes.drawn_words,
         _running_statistics(names),
     ]
     return cause(
@@ -120,51 +217,6 @@ def buffer_state(e: Evidence) -> Cause | None:
         evidence,
         "Save and load buffers with the weights (persistent buffers are in state_dict()); call model.eval() so that"
         " running statistics stay as they are; reset caches between runs.",
-    )
-
-
-def input_(e: Evidence) -> Cause | None:
-    """An input, or a constant that the program brought along, differs before any op."""
-    leaf = e.origin.leaf.left or e.origin.leaf.right
-    if e.origin.kind != "leaf" or leaf is None or leaf.kind not in ("input", "constant"):
-        return None
-    name = leaf.name or "a tensor without a name, made before it was first used,"
-    values = e.origin.values
-    found = _difference(e.case.left, e.case.right, values.left, values.right)
-    metas = [
-        str(side.trace.meta(v)) if v is not None else "absent"
-        for side, v in ((e.case.left, values.left), (e.case.right, values.right))
-    ]
-    evidence = [
-        f"left {metas[0]}, right {metas[1]}",
-        describe(found) if found is not None and found.comparable else "",
-        _shifted(e),
-        f"further inputs that differ: {some(e.origin.names[1:])}" if e.origin.names[1:] else "",
-    ]
-    shapes = " in shape" if metas[0] != metas[1] else ""
-    return cause(
-        "input",
-        "certain",
-        f"{name} differs{shapes} before the first op that reads it",
-        evidence,
-        "Feed both runs the same tensors: compare tokenizer, preprocessing and padding, or save the inputs of one"
-        " run with torch.save and load them in the other.",
-    )
-
-
-def mask_input(e: Evidence) -> Cause | None:
-    """The input that differs is an attention or padding mask."""
-    found = input_(e)
-    names = e.origin.names
-    if found is None or not names or not any(m in names[0].rpartition(".")[2] for m in _MASKS):
-        return None
-    return cause(
-        "mask",
-        "certain",
-        f"the mask {names[0]} differs before the first op that reads it",
-        found.evidence,
-        "Build the mask in the same way in both runs: the same lengths, the same padding side, and the same"
-        " meaning of True.",
     )
 
 
@@ -217,6 +269,7 @@ class _Sizes:
 
     def __init__(self) -> None:
         self.words: list[str] = []
+        self.drawn_words = ""
         self.independent = False
         self.single: Difference | None = None
 
@@ -250,7 +303,7 @@ def _sizes(e: Evidence, members: Sequence[Sides[Leaf | None]]) -> _Sizes:
     # a bias or a norm may be constant at the start; most of what differs must look drawn
     found.independent = independent > 0 and independent * 2 > len(relatives)
     if found.independent:
-        found.words.append(
+        found.drawn_words = (
             f"{independent} of them are about sqrt(2) times their size apart with the same spread: that is what two"
             " independent random initialisations give, no training or rounding does"
         )
@@ -386,30 +439,3 @@ def _running_statistics(names: Sequence[str]) -> str:
         if running
         else ""
     )
-
-
-def _shifted(e: Evidence) -> str:
-    """Whether one small input is the other with elements added or dropped at an end."""
-    values = e.origin.values
-    if values.left is None or values.right is None:
-        return ""
-    a, b = e.case.left.fingerprint(values.left), e.case.right.fingerprint(values.right)
-    if a is None or b is None or a.code != b.code or max(a.n, b.n) > len(a.sample) + len(b.sample):
-        return ""
-    x, y = a.sample.tolist(), b.sample.tolist()
-    if len(x) != a.n or len(y) != b.n or len(x) == len(y):
-        return ""
-    longer, shorter, side = (x, y, "left") if len(x) > len(y) else (y, x, "right")
-    extra = len(longer) - len(shorter)
-    if longer[extra:] == shorter:
-        return f"the {side} one is the other with {counted(extra, 'element')} more at its start: {longer[:extra]}"
-    if longer[: len(shorter)] == shorter:
-        return f"the {side} one is the other with {counted(extra, 'element')} more at its end: {longer[len(shorter) :]}"
-    return ""
-
-
-def _difference(left: Side, right: Side, a: int | None, b: int | None) -> Difference | None:
-    if a is None or b is None:
-        return None
-    x, y = left.fingerprint(a), right.fingerprint(b)
-    return None if x is None or y is None else difference(x, y)

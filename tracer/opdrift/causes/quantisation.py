@@ -11,6 +11,7 @@ import numpy.typing as npt
 from opdrift import tfp1
 from opdrift.case import Side
 from opdrift.causes.evidence import Evidence, cause, counted, number, scope
+from opdrift.causes.likeness import Kind, likeness
 from opdrift.compare import difference
 from opdrift.records import Cause, Leaf
 from opdrift.tokens import base
@@ -61,6 +62,12 @@ _RELATED: Final = 0.7
 _ALIKE: Final = 0.3
 
 
+#: Contents that are related in one of these ways were not rounded to levels.
+_NO_ROUNDING: Final[frozenset[Kind]] = frozenset(
+    ["zeroed", "rearranged", "negated", "scaled", "constant"]
+)
+
+
 def quantisation(e: Evidence) -> Cause | None:
     """Weights were rounded to a few levels in one run, or in both to different ones."""
     return _quantised_leaf(e) if e.origin.kind == "leaf" else _quantised_op(e)
@@ -85,6 +92,11 @@ def _quantised_leaf(e: Evidence) -> Cause | None:
         if why:
             signs.append(f"{name}: {why}")
     a, b = e.case.left.fingerprint(values.left), e.case.right.fingerprint(values.right)
+    like = likeness(a, b) if a is not None and b is not None else None
+    if like is not None and like.kind in _NO_ROUNDING:
+        return None
+    if like is not None and like.kind == "levels":
+        signs.append(like.words)
     if not signs or a is None or b is None:
         return None
     gap = difference(a, b)
