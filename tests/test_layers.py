@@ -21,7 +21,7 @@ SHARED, RECORDING, READING, BOTH = "shared", "recording", "reading", "both"
 #: (layer, half, modules and packages of opdrift). A module imports from its own layer or lower ones.
 LAYERS: tuple[tuple[int, str, str], ...] = (
     (0, SHARED, "errors records"),
-    (1, SHARED, "plugins tfp1 tracefile"),
+    (1, SHARED, "composition plugins tfp1 tracefile"),
     (
         2,
         RECORDING,
