@@ -34,7 +34,8 @@ FLAGS = (
 )
 AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw", "-mprefer-vector-width=512")
-X86_BUILDS = {"baseline": (), "avx2": AVX2, "avx512": AVX512}
+AVX512IFMA = (*AVX512, "-mavx512ifma")
+X86_BUILDS = {"baseline": (), "avx2": AVX2, "avx512": AVX512, "avx512ifma": AVX512IFMA}
 
 
 class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]  # hatchling looks for a subclass

@@ -6,7 +6,8 @@
  * bytes. docs/decisions/0004-fingerprint.md says why this hash; opdrift/tfp1.py is the readable
  * definition.
  *
- * Compiled up to three times (hatch_build.py): for any machine, for AVX2, for AVX-512. Every build
+ * Compiled up to four times (hatch_build.py): for any machine, for AVX2, for AVX-512, and for that
+ * with IFMA. Every build
  * gives the same raw, counts, extremes and sample. Sums and sketches agree to rounding (1e-9 of the
  * norm), as the builds add in different orders. Compile with -ffp-contract=off, which keeps float64
  * sums the same from one compiler to the next, and -fno-strict-aliasing, as bytes are read as what
@@ -52,10 +53,6 @@ typedef struct {
     Statistics statistics;
 } State;
 
-ALWAYS_INLINE int code_of(int kind) {
-    return kind >= FIRST_FP8_KIND ? FP8 : kind;
-}
-
 static void start(State *state, int kind, int everything) {
     state->kind = kind;
     state->bytes = COMPONENT_BYTES[code_of(kind)];
@@ -77,7 +74,7 @@ static void add_chunk(State *state, const void *source, int count, int last) {
     else
         add_digits(&state->digest, source, state->bytes, count, last);
     if (state->everything)
-        add_statistics(&state->statistics, source, state->kind, count);
+        add_statistics(&state->statistics, source, state->kind, count, last);
 }
 
 static void add_all(State *state, const char *source, int64_t n) {
@@ -249,12 +246,13 @@ EXPORT uint32_t opdrift_source(void) {
     return OPDRIFT_SOURCE;
 }
 
-/* The best build for this machine: 2 AVX-512, 1 AVX2, 0 any. Ask it of the plainest build. Asked of
+/* The best build for this machine: 3 AVX-512 with IFMA, 2 AVX-512, 1 AVX2, 0 any. Ask it of the plainest build. Asked of
  * the processor itself: __builtin_cpu_supports needs a run-time library that not every clang has. */
 EXPORT int opdrift_best_build(void) {
 #if defined(__x86_64__)
     enum { FMA = 1 << 12, OSXSAVE = 1 << 27, F16C = 1 << 29 };                    /* leaf 1, ecx */
     enum { AVX2 = 1 << 5, BMI2 = 1 << 8, AVX512F = 1 << 16, AVX512DQ = 1 << 17 }; /* leaf 7, ebx */
+    enum { AVX512IFMA = 1 << 21 };
     const unsigned avx512bw = 1u << 30, avx512vl = 1u << 31;
     const unsigned need1 = FMA | OSXSAVE | F16C;
     const unsigned need7 = AVX2 | BMI2;
@@ -269,7 +267,9 @@ EXPORT int opdrift_best_build(void) {
         return 0;
     if ((state & ymm_state) != ymm_state)
         return 0;
-    return (b & need512) == need512 && (state & zmm_state) == zmm_state ? 2 : 1;
+    if ((b & need512) != need512 || (state & zmm_state) != zmm_state)
+        return 1;
+    return b & AVX512IFMA ? 3 : 2;
 #else
     return 0;
 #endif
@@ -289,6 +289,8 @@ EXPORT void opdrift_init(const float *fp8, const double *fp8_normal) {
         limbs3[row][2] = (uint32_t)(weight >> 41);
         limbs2[row][0] = weight & 0x7fffffff;
         limbs2[row][1] = (uint32_t)(weight >> 31);
+        limbs52[row][0] = weight & 0xfffffffffffff;
+        limbs52[row][1] = weight >> 52;
         weight = mulmod(weight, row_step);
     }
     for (int row = 0; row < 64; row++) {

@@ -43,6 +43,10 @@ enum { HAS_RAW = 1, HAS_STATISTICS = 2, HAS_SKETCH = 4, HAS_SAMPLE = 8 };
 
 static const uint8_t COMPONENT_BYTES[CODES] = {4, 8, 2, 2, 1, 1, 1, 2, 2, 4, 4, 8, 8, 1};
 
+ALWAYS_INLINE int code_of(int kind) {
+    return kind >= FIRST_FP8_KIND ? FP8 : kind;
+}
+
 /* ---- arithmetic modulo p -------------------------------------------------------------------- */
 
 ALWAYS_INLINE uint64_t reduce(u128 x) {
@@ -86,11 +90,19 @@ ALWAYS_INLINE uint32_t mix32(uint32_t x) {
     return x ^ (x >> 16);
 }
 
+/* Ask for the cache lines of the row that lies `ahead` bytes behind a row of `bytes` x 64 bytes. What is
+ * asked for beyond the end of a tensor is not read, so it may be anything. */
+ALWAYS_INLINE void prefetch_row(const char *row, size_t ahead, int bytes) {
+    for (int line = 0; line < bytes; line++)
+        __builtin_prefetch(row + ahead + 64 * line);
+}
+
 /* ---- tables --------------------------------------------------------------------------------- */
 
 static uint64_t power[SCALAR_DIGITS];      /* r^j */
 static uint32_t limbs3[MAX_DIGIT_ROWS][3]; /* r^(64 row) in 21, 20 and 20 bits: 32-bit digits */
 static uint32_t limbs2[MAX_DIGIT_ROWS][2]; /* r^(64 row) in 31 and 30 bits: 8 and 16-bit digits */
+static uint64_t limbs52[MAX_DIGIT_ROWS][2]; /* r^(64 row) in 52 and 9 bits: for IFMA */
 static uint64_t sign_word[64];        /* the sketch's signs of a row; bit l set: lane l negative */
 static float lane_sign[2][64][LANES]; /* the same as +1 and -1, and its complement */
 static uint32_t sample_jitter[SAMPLES];

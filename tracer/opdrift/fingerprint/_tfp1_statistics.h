@@ -136,19 +136,32 @@ ALWAYS_INLINE double at_most(double a, double b) {
     return b < a ? b : a;
 }
 
-/* Whole rows of any kind in plain C: fixed loops over local arrays, which the compiler vectorises.
+/* Whole rows of a chunk, and where its next one begins. While a pass computes, which takes longer than
+ * reading memory, it asks for the lines that the next chunk will need; 0 where none follows. */
+typedef struct {
+    const void *source;
+    int rows;
+    uint64_t first;
+    size_t ahead;
+} Rows;
+
+ALWAYS_INLINE const char *row_at(const Rows *in, int kind, int row) {
+    return (const char *)in->source + (size_t)row * LANES * COMPONENT_BYTES[code_of(kind)];
+}
+
+/* Rows of any kind in plain C: fixed loops over local arrays, which the compiler vectorises.
  * `clean`: extremes over the finite values, the others count as 0. */
-ALWAYS_INLINE void pass_rows_plain(const void *source, int kind, int rows, uint64_t first_row,
-                                   int clean, Pass *pass) {
+ALWAYS_INLINE void pass_rows_plain(const Rows *in, int kind, int clean, Pass *pass) {
     double sum[LANES], ssq[LANES], low[LANES], high[LANES], least[LANES], bucket[LANES];
     for (int l = 0; l < LANES; l++) {
         sum[l] = ssq[l] = bucket[l] = 0.0;
         low[l] = least[l] = __builtin_inf();
         high[l] = -__builtin_inf();
     }
-    for (int row = 0; row < rows; row++) {
+    for (int row = 0; row < in->rows; row++) {
         double values[LANES];
-        widen(source, kind, (size_t)row * LANES, LANES, values);
+        prefetch_row(row_at(in, kind, row), in->ahead, COMPONENT_BYTES[code_of(kind)]);
+        widen(in->source, kind, (size_t)row * LANES, LANES, values);
         for (int l = 0; l < LANES; l++) {
             double value = values[l];
             double magnitude = __builtin_fabs(value);
@@ -161,8 +174,8 @@ ALWAYS_INLINE void pass_rows_plain(const void *source, int kind, int rows, uint6
             sum[l] += value;
             ssq[l] += value * value;
         }
-        RowPlan plan = plan_row(first_row + row);
-        const float *sign = lane_sign[plan.complement][(first_row + row) & 63];
+        RowPlan plan = plan_row(in->first + row);
+        const float *sign = lane_sign[plan.complement][(in->first + row) & 63];
         for (int group = 0; group < 8; group++) {
             int from = 8 * (group ^ plan.rotation);
             for (int l = 0; l < 8; l++) /* times 1 or -1: exact */
@@ -180,14 +193,12 @@ ALWAYS_INLINE void pass_rows_plain(const void *source, int kind, int rows, uint6
         }
 }
 
-NOINLINE void pass_rows_any(const void *source, int kind, int rows, uint64_t first_row,
-                            Pass *pass) {
-    pass_rows_plain(source, kind, rows, first_row, 0, pass);
+NOINLINE void pass_rows_any(const Rows *in, int kind, Pass *pass) {
+    pass_rows_plain(in, kind, 0, pass);
 }
 
-NOINLINE void pass_rows_clean(const void *source, int kind, int rows, uint64_t first_row,
-                              Pass *pass) {
-    pass_rows_plain(source, kind, rows, first_row, 1, pass);
+NOINLINE void pass_rows_clean(const Rows *in, int kind, Pass *pass) {
+    pass_rows_plain(in, kind, 1, pass);
 }
 
 /* The last, incomplete row. */
@@ -215,6 +226,10 @@ NOINLINE void pass_tail(const void *source, int kind, size_t start, int count, u
 #if defined(__AVX512F__) && defined(__AVX512DQ__) && defined(__AVX512VL__) && defined(__AVX512BW__)
 #define HAS_FUSED_PASS 1
 
+/* For _mm512_range_ps: the smaller magnitude, without its sign. A NaN is passed over or spreads, as it
+ * is quiet or not; either way the sum tells of it, and what it is then does not matter. */
+enum { LEAST_MAGNITUDE = 0x0a };
+
 ALWAYS_INLINE __m512 load_16(const void *source, int kind, size_t i) {
     const uint8_t *bytes = (const uint8_t *)source + i;
     const uint16_t *words = (const uint16_t *)source + i;
@@ -237,61 +252,58 @@ ALWAYS_INLINE __m512d high_half(__m512 v) {
     return _mm512_cvtps_pd(_mm512_extractf32x8_ps(v, 1));
 }
 
-/* All statistics in one pass: separate passes over a chunk were three quarters of the whole cost. */
-ALWAYS_INLINE void pass_rows_fused(const void *source, int kind, int rows, uint64_t first_row,
-                                   Pass *pass) {
-    __m512d bucket[8], sum[2], ssq[2];
+/* All statistics in one pass: separate passes over a chunk were three quarters of the whole cost.
+ *
+ * It is bound by the two ports for 512-bit work, so each instruction counts. Values become float64 on
+ * their way from memory, which takes half of what a register does. A bucket is not summed up with signs:
+ * `all` takes every value and `plus` those whose sign is kept, so the bucket is 2 plus - all, and `all`
+ * gives the sum, too. */
+ALWAYS_INLINE void pass_rows_fused(const Rows *in, int kind, Pass *pass) {
+    __m512d all[8], plus[8], ssq[2];
     for (int g = 0; g < 8; g++)
-        bucket[g] = _mm512_setzero_pd();
-    for (int h = 0; h < 2; h++)
-        sum[h] = ssq[h] = _mm512_setzero_pd();
+        all[g] = plus[g] = _mm512_setzero_pd();
+    ssq[0] = ssq[1] = _mm512_setzero_pd();
     __m512 low = _mm512_set1_ps(__builtin_inff());
     __m512 high = _mm512_set1_ps(-__builtin_inff());
-    __m512i least = _mm512_set1_epi32(0x7f800000); /* least magnitude, as float32 bits */
-    const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
-    const __m512d minus = _mm512_set1_pd(-0.0);
-    const __m512i straight = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    const __m512i crossed = _mm512_set_epi32(7, 6, 5, 4, 3, 2, 1, 0, 15, 14, 13, 12, 11, 10, 9, 8);
+    __m512 least = low;
+    float widened[LANES] __attribute__((aligned(64)));
 
-    for (int row = 0; row < rows; row++) {
-        RowPlan plan = plan_row(first_row + row);
-        uint64_t signs = plan.word ^ (0 - (uint64_t)plan.complement);
-        int cross = plan.rotation & 1; /* a vector's two groups of 8 change places */
-        __m512i order = cross ? crossed : straight;
+    for (int row = 0; row < in->rows; row++) {
+        RowPlan plan = plan_row(in->first + row);
+        uint64_t kept = ~(plan.word ^ (0 - (uint64_t)plan.complement));
+        const float *values = kind == F32 ? (const float *)row_at(in, F32, row) : widened;
+        prefetch_row(row_at(in, kind, row), in->ahead, COMPONENT_BYTES[kind]);
 #pragma GCC unroll 4
-        for (int pair = 0; pair < 4; pair++) {
-            int block = pair ^ (plan.rotation >> 1);
-            __m512 values = load_16(source, kind, (size_t)row * LANES + 16 * block);
-            low = _mm512_min_ps(low, values);
-            high = _mm512_max_ps(high, values);
-            least =
-                _mm512_min_epu32(least, _mm512_and_si512(_mm512_castps_si512(values), magnitude));
-            values = _mm512_permutexvar_ps(order, values);
-            __m512d even = low_half(values);
-            __m512d odd = high_half(values);
-            sum[0] = _mm512_add_pd(sum[0], even);
-            sum[1] = _mm512_add_pd(sum[1], odd);
+        for (int v = 0; v < 4; v++) {
+            __m512 x = load_16(in->source, kind, (size_t)row * LANES + 16 * v);
+            if (kind != F32)
+                _mm512_store_ps(widened + 16 * v, x);
+            low = _mm512_min_ps(low, x);
+            high = _mm512_max_ps(high, x);
+            least = _mm512_range_ps(least, x, LEAST_MAGNITUDE);
+        }
+#pragma GCC unroll 8
+        for (int g = 0; g < 8; g++) {
+            int from = 8 * (g ^ plan.rotation);
+            __m512d x = _mm512_cvtps_pd(_mm256_loadu_ps(values + from));
+            all[g] = _mm512_add_pd(all[g], x);
+            plus[g] = _mm512_mask_add_pd(plus[g], (__mmask8)(kept >> from), plus[g], x);
             /* The square of a float32 is exact in float64: fused or not, the sum rounds alike. */
-            ssq[0] = _mm512_fmadd_pd(even, even, ssq[0]);
-            ssq[1] = _mm512_fmadd_pd(odd, odd, ssq[1]);
-            uint64_t block_signs = signs >> (16 * block);
-            __mmask8 even_signs = (__mmask8)(block_signs >> (8 * cross));
-            __mmask8 odd_signs = (__mmask8)(block_signs >> (8 - 8 * cross));
-            even = _mm512_mask_xor_pd(even, even_signs, even, minus);
-            odd = _mm512_mask_xor_pd(odd, odd_signs, odd, minus);
-            bucket[2 * pair] = _mm512_add_pd(bucket[2 * pair], even);
-            bucket[2 * pair + 1] = _mm512_add_pd(bucket[2 * pair + 1], odd);
+            ssq[g & 1] = _mm512_fmadd_pd(x, x, ssq[g & 1]);
         }
     }
 
-    for (int g = 0; g < 8; g++)
-        _mm512_storeu_pd(pass->sketch + 8 * g, bucket[g]);
-    _mm512_storeu_pd(pass->sum, _mm512_add_pd(sum[0], sum[1]));
+    __m512d sum = _mm512_setzero_pd();
+    for (int g = 0; g < 8; g++) {
+        __m512d bucket = _mm512_sub_pd(_mm512_add_pd(plus[g], plus[g]), all[g]);
+        _mm512_storeu_pd(pass->sketch + 8 * g, bucket);
+        sum = _mm512_add_pd(sum, all[g]);
+    }
+    _mm512_storeu_pd(pass->sum, sum);
     _mm512_storeu_pd(pass->ssq, _mm512_add_pd(ssq[0], ssq[1]));
     _mm512_storeu_pd(pass->low, _mm512_min_pd(low_half(low), high_half(low)));
     _mm512_storeu_pd(pass->high, _mm512_max_pd(low_half(high), high_half(high)));
-    __m512 magnitudes = _mm512_castsi512_ps(least);
-    _mm512_storeu_pd(pass->least, _mm512_min_pd(low_half(magnitudes), high_half(magnitudes)));
+    _mm512_storeu_pd(pass->least, _mm512_min_pd(low_half(least), high_half(least)));
 }
 
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
@@ -319,6 +331,11 @@ ALWAYS_INLINE __m256d high_half(__m256 v) {
     return _mm256_cvtps_pd(_mm256_extractf128_ps(v, 1));
 }
 
+/* On its way from memory, which takes half of what a register does. */
+ALWAYS_INLINE __m256d four_at(const float *from) {
+    return _mm256_cvtps_pd(_mm_loadu_ps(from));
+}
+
 /* Negate the doubles whose bit in `signs` is set, bit 0 for the first one. */
 ALWAYS_INLINE __m256d apply_signs(__m256d v, uint64_t signs) {
     const __m256i to_top = _mm256_set_epi64x(60, 61, 62, 63);
@@ -328,8 +345,7 @@ ALWAYS_INLINE __m256d apply_signs(__m256d v, uint64_t signs) {
 
 /* All statistics in one pass, in two sweeps: 16 registers hold half of the buckets, so the first
  * sweep reads one half of each row and the second the other. */
-ALWAYS_INLINE void pass_rows_fused(const void *source, int kind, int rows, uint64_t first_row,
-                                   Pass *pass) {
+ALWAYS_INLINE void pass_rows_fused(const Rows *in, int kind, Pass *pass) {
     __m256d sum = _mm256_setzero_pd(), ssq = _mm256_setzero_pd();
     __m256 low = _mm256_set1_ps(__builtin_inff());
     __m256 high = _mm256_set1_ps(-__builtin_inff());
@@ -340,19 +356,23 @@ ALWAYS_INLINE void pass_rows_fused(const void *source, int kind, int rows, uint6
         __m256d bucket[8];
         for (int b = 0; b < 8; b++)
             bucket[b] = _mm256_setzero_pd();
-        for (int row = 0; row < rows; row++) {
-            RowPlan plan = plan_row(first_row + row);
+        for (int row = 0; row < in->rows; row++) {
+            RowPlan plan = plan_row(in->first + row);
+            if (half)
+                prefetch_row(row_at(in, kind, row), in->ahead, COMPONENT_BYTES[kind]);
             uint64_t signs = plan.word ^ (0 - (uint64_t)plan.complement);
 #pragma GCC unroll 4
             for (int g = 0; g < 4; g++) {
                 int group = (4 * half + g) ^ plan.rotation;
-                __m256 values = load_8(source, kind, (size_t)row * LANES + 8 * group);
+                size_t at = (size_t)row * LANES + 8 * group;
+                __m256 values = load_8(in->source, kind, at);
                 low = _mm256_min_ps(low, values);
                 high = _mm256_max_ps(high, values);
                 least = _mm256_min_epu32(least,
                                          _mm256_and_si256(_mm256_castps_si256(values), magnitude));
-                __m256d first = low_half(values);
-                __m256d second = high_half(values);
+                const float *from = (const float *)in->source + at;
+                __m256d first = kind == F32 ? four_at(from) : low_half(values);
+                __m256d second = kind == F32 ? four_at(from + 4) : high_half(values);
                 sum = _mm256_add_pd(sum, _mm256_add_pd(first, second));
                 ssq = _mm256_add_pd(ssq,
                                     _mm256_fmadd_pd(first, first, _mm256_mul_pd(second, second)));
@@ -377,33 +397,33 @@ ALWAYS_INLINE void pass_rows_fused(const void *source, int kind, int rows, uint6
 #endif
 
 #ifdef HAS_FUSED_PASS
-NOINLINE void pass_rows_f32(const void *source, int rows, uint64_t first_row, Pass *pass) {
-    pass_rows_fused(source, F32, rows, first_row, pass);
+NOINLINE void pass_rows_f32(const Rows *in, Pass *pass) {
+    pass_rows_fused(in, F32, pass);
 }
 
-NOINLINE void pass_rows_f16(const void *source, int rows, uint64_t first_row, Pass *pass) {
-    pass_rows_fused(source, F16, rows, first_row, pass);
+NOINLINE void pass_rows_f16(const Rows *in, Pass *pass) {
+    pass_rows_fused(in, F16, pass);
 }
 
-NOINLINE void pass_rows_bf16(const void *source, int rows, uint64_t first_row, Pass *pass) {
-    pass_rows_fused(source, BF16, rows, first_row, pass);
+NOINLINE void pass_rows_bf16(const Rows *in, Pass *pass) {
+    pass_rows_fused(in, BF16, pass);
 }
 
-NOINLINE void pass_rows_u8(const void *source, int rows, uint64_t first_row, Pass *pass) {
-    pass_rows_fused(source, U8, rows, first_row, pass);
+NOINLINE void pass_rows_u8(const Rows *in, Pass *pass) {
+    pass_rows_fused(in, U8, pass);
 }
 #endif
 
 /* `pass` is fresh. */
-static void pass_rows(const void *source, int kind, int rows, uint64_t first_row, Pass *pass) {
+static void pass_rows(const Rows *in, int kind, Pass *pass) {
     switch (kind) {
 #ifdef HAS_FUSED_PASS
-    case F32: pass_rows_f32(source, rows, first_row, pass); return;
-    case F16: pass_rows_f16(source, rows, first_row, pass); return;
-    case BF16: pass_rows_bf16(source, rows, first_row, pass); return;
-    case U8: pass_rows_u8(source, rows, first_row, pass); return; /* also bool: masks */
+    case F32: pass_rows_f32(in, pass); return;
+    case F16: pass_rows_f16(in, pass); return;
+    case BF16: pass_rows_bf16(in, pass); return;
+    case U8: pass_rows_u8(in, pass); return; /* also bool: masks */
 #endif
-    default: pass_rows_any(source, kind, rows, first_row, pass);
+    default: pass_rows_any(in, kind, pass);
     }
 }
 
@@ -433,29 +453,30 @@ ALWAYS_INLINE Totals total(const Pass *pass) {
     return t;
 }
 
-static Totals pass_chunk(const void *source, int kind, int count, uint64_t first_row, int clean,
-                         Pass *pass) {
-    int rows = count / LANES;
-    int rest = count % LANES;
+static Totals pass_chunk(const Rows *in, int kind, int rest, int clean, Pass *pass) {
     start_pass(pass);
-    if (rows && clean)
-        pass_rows_clean(source, kind, rows, first_row, pass);
-    else if (rows)
-        pass_rows(source, kind, rows, first_row, pass);
+    if (in->rows && clean)
+        pass_rows_clean(in, kind, pass);
+    else if (in->rows)
+        pass_rows(in, kind, pass);
     if (rest)
-        pass_tail(source, kind, (size_t)rows * LANES, rest, first_row + rows, clean, pass);
+        pass_tail(in->source, kind, (size_t)in->rows * LANES, rest, in->first + in->rows, clean,
+                  pass);
     return total(pass);
 }
 
-static void add_statistics(Statistics *statistics, const void *source, int kind, int count) {
-    uint64_t first_row = statistics->chunks * (CHUNK / LANES);
+/* `last`: no chunk follows this one in memory. */
+static void add_statistics(Statistics *statistics, const void *source, int kind, int count,
+                           int last) {
+    size_t ahead = last ? 0 : (size_t)CHUNK * COMPONENT_BYTES[code_of(kind)];
+    Rows in = {source, count / LANES, statistics->chunks * (CHUNK / LANES), ahead};
     Pass pass;
-    Totals t = pass_chunk(source, kind, count, first_row, 0, &pass);
+    Totals t = pass_chunk(&in, kind, count % LANES, 0, &pass);
     /* A NaN among the values makes the sum one. So can float64 values that overflow it: harmless, the
      * clean pass then finds nothing to clean. */
     int finite = t.sum == t.sum && t.low > -__builtin_inf() && t.high < __builtin_inf();
     if (!finite)
-        t = pass_chunk(source, kind, count, first_row, 1, &pass);
+        t = pass_chunk(&in, kind, count % LANES, 1, &pass);
     if (!finite || t.least == 0.0 || t.least < smallest_normal[kind]) {
         count_special_rows(source, kind, count / LANES, finite, statistics->counts);
         count_special_tail(source, kind, count / LANES * LANES, count % LANES, finite,

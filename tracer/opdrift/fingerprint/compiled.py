@@ -1,6 +1,6 @@
 """The compiled core: find it, check it, and hand out its functions.
 
-hatch_build.py compiles `_tfp1.c` into up to three libraries beside this file when the package is built.
+hatch_build.py compiles `_tfp1.c` into up to four libraries beside this file when the package is built.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Final
 
 from opdrift.tfp1 import FP8_FORMATS, fp8_smallest_normal, fp8_values
 
-BUILDS: Final = ("baseline", "avx2", "avx512")
+BUILDS: Final = ("baseline", "avx2", "avx512", "avx512ifma")
 """Slowest first; the index is what the core's opdrift_best_build answers."""
 _FOLDER: Final = Path(__file__).parent
 

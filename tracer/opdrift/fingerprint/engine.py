@@ -16,7 +16,7 @@ from opdrift.fingerprint import compiled, numpy_fallback
 from opdrift.fingerprint.row import ROW, ROW_BYTES
 from opdrift.fingerprint.tensors import can_fingerprint, kinds_by_dtype, plain
 
-ENGINES: Final = ("avx512", "avx2", "baseline", "numpy")
+ENGINES: Final = ("avx512ifma", "avx512", "avx2", "baseline", "numpy")
 """What the environment variable OPDRIFT_FINGERPRINT accepts."""
 VARIABLE: Final = "OPDRIFT_FINGERPRINT"
 LARGE: Final = 32768
