@@ -218,7 +218,8 @@ def test_a_build_that_was_not_compiled_is_passed_over(no_library, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("wanted", "words"), [("fast", "can be avx512ifma, avx512, avx2"), ("baseline", "no compiled library")]
+    ("wanted", "words"),
+    [("fast", "can be avx512ifma, avx512, avx2"), ("baseline", "no compiled library")],
 )
 def test_an_engine_that_cannot_be_had_is_an_error(no_library, monkeypatch, wanted, words):
     """Whoever asks for one by name must not get another."""
