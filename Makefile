@@ -7,7 +7,7 @@ PIP = $(BIN)/python -m pip install --quiet
 READY = $(VENV)/.opdrift
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check golden bench examples
+.PHONY: help install demo test check golden bench gallery examples
 
 help: ## Say what can be done
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,6 +40,9 @@ golden: install ## Accept what the reports say now as the expectation (read the 
 
 bench: install ## Measure the overhead of recording, beside torch's DebugMode
 	$(BIN)/python benchmarks/overhead.py
+
+gallery: install ## Write docs/gallery.md anew from ../shared/cases: read its diff as a tired engineer would
+	OMP_NUM_THREADS=1 $(BIN)/python docs/_update_gallery.py
 
 examples: install ## Run every example
 	for file in examples/[a-z]*.py; do echo "== $$file"; $(BIN)/python "$$file" || exit 1; done
