@@ -834,6 +834,9 @@ OTHER_RULES = {
     "mask-leaf",
     "mask-on-one-side",
     "unseen-write",
+    "weights-exchanged",
+    "weights-exchanged",
+    "weights-retied",
     "weights-written",
 }
 

@@ -158,6 +158,13 @@ class LeafTable:
                 return Use(op, seen, value)
         return None
 
+    def use_at(self, state: int, op: int, live: bytearray | None) -> Use | None:
+        """The use of a state by one op, if that op computes with it."""
+        for each, value, counted in self._uses_of(state):
+            if each == op and counted and (live is None or live[op]):
+                return Use(op, op, value)
+        return None
+
     def look_up(self, states: Iterable[int]) -> None:
         """Find the uses of many states in one pass."""
         wanted = sorted({s for s in states if s not in self._uses})

@@ -89,7 +89,7 @@ def record(
         kernels: How much to find out about kernels: "auto" what is free, "full" more at a cost (not there
             yet: it is logged, and recorded as "auto"), "off".
         integrity: How often leaves are read again at use to find writes that no op made: "auto" within
-            1.5 % of the run's time, "full" at every use, "off".
+            1.5 % of the run's time, "full" at every use, and what ops made on the CPU as well, "off".
         label: A name for the run, shown in reports.
         overwrite: Replace a trace at `path`.
 
@@ -173,6 +173,7 @@ class Recorder:
         self._batches = self._follow_batch()
         self._naming = Naming(self._values, write_mark=spool.mark, write_leaf=spool.leaf)
         self._sources = Sources(spool.name)
+        self._sources.on_new_line = self._note_flags_here
         self._scopes = Scopes(
             self._here,
             self._sources,
@@ -466,8 +467,14 @@ class Recorder:
             if self._batches is not None:  # views are fingerprinted when they are named
                 self._batches.record(tensor for _, tensor in walk("output", output))
 
-    def _note_changed_flags(self, t: ThreadBuffers) -> None:
-        changed = self._flags.changed()
+    def _note_flags_here(self) -> None:
+        """At a line that is new: a `with` block may have changed flags before it."""
+        t = self._here()
+        if t is not None and self._state == "open":
+            self._note_changed_flags(t, in_op=True)
+
+    def _note_changed_flags(self, t: ThreadBuffers, *, in_op: bool = False) -> None:
+        changed = self._flags.changed(in_op=in_op)
         if changed:
             self._spool.mark(t, "flags", {name: list(pair) for name, pair in changed.items()})
 

@@ -49,6 +49,10 @@ def _is_library(filename: str) -> bool:
     return filename.startswith(_LIBRARY) or os.sep + "opdrift_integrations" + os.sep in filename
 
 
+def _nothing() -> None:
+    """What happens at a new line by default."""
+
+
 class Sources:
     """Source lines by (code object, instruction); 0.2 us when the caller's line is known.
 
@@ -62,6 +66,8 @@ class Sources:
         self._write_name = write_name
         #: set by `find` when it passed through code that torch.compile generated
         self.passed_compiled = False
+        #: called when a line of the program is met for the first time: before its op, or its module call
+        self.on_new_line: Callable[[], None] = _nothing
 
     def find(self, frame: FrameType | None, fallback: int) -> int:
         """The id of the first line outside libraries, from `frame` outwards.
@@ -82,6 +88,7 @@ class Sources:
                 found = lines.get(frame.f_lasti)
                 if found is None:
                     found = lines[frame.f_lasti] = self._line(code, frame.f_lineno)
+                    self.on_new_line()
                 return found
             if entry.is_call:
                 return fallback

@@ -39,6 +39,7 @@ CAUSES: Final[dict[str, Callable[[Evidence], Cause | None]]] = {
     "dropout": randomness.dropout,
     "train-mode": randomness.train_mode,
     "rng": randomness.rng,
+    "weights-retied": parameters.retied,
     "weights-written": parameters.weights_written,
     "weights-exchanged": exchanged.weights_exchanged,
     "inplace": memory.inplace,

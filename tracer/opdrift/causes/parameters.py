@@ -60,6 +60,8 @@ def weights(e: Evidence) -> Cause | None:
 
 def _headline(e: Evidence, leaf: Leaf) -> str:
     total, differing, _ = e.shared.model_leaves
+    if e.origin.region.left or e.origin.region.right:
+        differing = len(e.origin.names)  # what they were on entry does not count
     if not leaf.name or not total:
         return f"the weight {leaf.name or 'without a name'} differs"
     return (
@@ -94,6 +96,8 @@ def _how(e: Evidence, members: Sequence[Sides[Leaf | None]], sizes: _Sizes, *, d
         )
     if drawn:
         return _How("", never_loaded=True)
+    if (loaded := _loaded_in_one_run(e, members)) is not None:
+        return loaded
     way = common([f for f in relations.likenesses(members) if f.kind != "constant"])
     if way is not None and way[0] in _WAYS:
         kind, found = way
@@ -125,6 +129,28 @@ def _how(e: Evidence, members: Sequence[Sides[Leaf | None]], sizes: _Sizes, *, d
             " for EMA weights, merged adapters and an optimizer step before the comparison.",
         )
     return _How("the runs were given different weights")
+
+
+def _loaded_in_one_run(e: Evidence, members: Sequence[Sides[Leaf | None]]) -> _How | None:
+    """One run copied all of them from elsewhere before it used them, the other kept what it had on entry."""
+    region = e.origin.region.left, e.origin.region.right
+    if bool(region[0]) == bool(region[1]):
+        return None
+    number = 0 if region[0] else 1
+    name, side, _ = e.sides[number]
+    made = _provenances(e, members)
+    kinds = [{p.kind for p in each} for each in (made.left, made.right)]
+    if kinds[number] != {"copied"} or kinds[1 - number] != {"leaf"}:
+        return None
+    other = SIDES[1 - number]
+    return _How(
+        f"the {name} run loaded them, the {other} run never did",
+        evidence=(
+            f"{name}: {side.place(region[number][0])} copied into it before it was first read",
+            f"{other}: no op wrote into it: it is what it was when the recording began",
+        ),
+        never_loaded=True,
+    )
 
 
 #: Kind of likeness -> what happened, and what to do.
@@ -186,6 +212,38 @@ def weights_written(e: Evidence) -> Cause | None:
             "the other run still has what it had before that write",
         ],
         "Initialise first, then load the checkpoint, and step the optimizer equally often in both runs.",
+    )
+
+
+def retied(e: Evidence) -> Cause | None:
+    """A parameter with two names is one in one run and two in the other, so its gradients are added in one only."""
+    value = e.origin.values.left if e.origin.values.left is not None else e.origin.values.right
+    backward = any(
+        side.trace.ops.phase[op] for n, (_, side, _) in enumerate(e.sides) for op in e.ops_of(n)
+    )
+    if e.origin.story != "region" or value is None or not backward:
+        return None
+    side = e.case.left if e.origin.values.left is not None else e.case.right
+    shape = side.trace.meta(value).shape
+    ties = [
+        tie
+        for tie in e.shared.once(Relations).ties
+        if side.trace.meta(side.leaves.by_name[tie.names[0]][0].value).shape == shape
+    ]
+    if not ties:
+        return None
+    names, one = some(ties[0].names), SIDES[ties[0].side]
+    return cause(
+        "weights",
+        "likely",
+        f"{names} are one parameter in the {one} run and {len(ties[0].names)} in the other",
+        [
+            *e.shared.once(Relations).tie_words(ties[0].names),
+            "the backward pass adds the gradients of all its uses where it is one parameter",
+            *(f"{name}: {s.place(op)}" for name, s, op in e.sides if op is not None),
+        ],
+        "Tie the weights again after the model is built, loaded or moved (head.weight = embed.weight, tie_weights()), or"
+        " in neither run.",
     )
 
 

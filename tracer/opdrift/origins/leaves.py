@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -14,6 +15,8 @@ from opdrift.records import Leaf, Sides
 
 #: Ways in which a parameter may have been made during the run and still count as what the run started from.
 _MADE_BEFORE_USE = frozenset(["drawn", "filled", "copied", "leaf", "uninitialised"])
+#: Writes that are followed from what a parameter was on entry to what is read: an initialisation, a load.
+_WRITES = 8
 
 
 def leaf_pairs(case: Case) -> Iterator[tuple[Leaf, Leaf]]:
@@ -73,9 +76,75 @@ def find(case: Case, live: Sides[bytearray | None]) -> tuple[list[Origin], list[
             )
         if uses == (None, None):
             unused += [(leaf.left, leaf.right) for leaf in leaves]
+        elif (loaded := _loaded_in_one_run(case, leaves, uses, live)) is not None:
+            found.append(loaded)
         else:
-            found.append(_origin(case, leaves, *uses))
+            found.append(_origin(case, leaves, *_same_use(case, key, uses, live)))
     return found, unused
+
+
+Uses = tuple[Use | None, Use | None]
+
+
+def _loaded_in_one_run(
+    case: Case, leaves: list[Sides[Leaf]], uses: Uses, live: Sides[bytearray | None]
+) -> Origin | None:
+    """An origin at a parameter that one run loaded, or drew, before it read it: what was written is what counts."""
+    if None not in uses or leaves[0].left.kind != "parameter":
+        return None
+    number = 0 if uses[0] is None else 1
+    side = (case.left, case.right)[number]
+    leaf = (leaves[0].left, leaves[0].right)[number]
+    found = _written_before_use(side, leaf, (live.left, live.right)[number])
+    if found is None:
+        return None
+    written, use, writers = found
+    value = side.contents.value_of_state(written)
+
+    def moved(each: Sides[Leaf]) -> Sides[Leaf]:
+        own = replace((each.left, each.right)[number], value=value)
+        return Sides(own, each.right) if number == 0 else Sides(each.left, own)
+
+    both = (use, uses[1]) if number == 0 else (uses[0], use)
+    origin = _origin(case, [moved(each) for each in leaves], *both)
+    return replace(origin, region=Sides(writers, ()) if number == 0 else Sides((), writers))
+
+
+def _written_before_use(
+    side: Side, leaf: Leaf, live: bytearray | None
+) -> tuple[int, Use, tuple[int, ...]] | None:
+    """The first later state of a leaf that an op reads, that op, and the ops that wrote in between."""
+    states = side.contents.states
+    state, writers = int(states.of[leaf.value]), []
+    for _ in range(_WRITES):
+        following = np.flatnonzero(states.before == state)
+        if not len(following) or int(states.writer[following[0]]) < 0:
+            return None
+        state = int(following[0])
+        writers.append(int(states.writer[state]))
+        made = side.lineage.of(side.contents.value_of_state(state)).kind
+        if made not in _MADE_BEFORE_USE:
+            return None
+        use = side.leaves.first_use(state, live)
+        if use is not None:
+            return state, use, tuple(writers)
+    return None
+
+
+def _same_use(
+    case: Case, states: tuple[int, int, int], uses: Uses, live: Sides[bytearray | None]
+) -> Uses:
+    """The first uses that correspond: a parameter with two names in one run is read there by others first."""
+    left, right = uses
+    if left is None or right is None or int(case.pairing.right_of[left.op]) == right.op:
+        return uses
+    partner = int(case.pairing.left_of[right.op])
+    if partner >= 0 and (other := case.left.leaves.use_at(states[0], partner, live.left)):
+        return other, right
+    partner = int(case.pairing.right_of[left.op])
+    if partner >= 0 and (other := case.right.leaves.use_at(states[1], partner, live.right)):
+        return left, other
+    return uses
 
 
 def _starts(side: Side, leaf: Leaf) -> bool:
