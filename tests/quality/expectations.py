@@ -28,12 +28,56 @@ from opdrift.tracefile.reader import Trace
 #: Ops whose result is exact or rounded once, whatever library computes it: equal inputs, equal bits (notes:
 #: diagnosis, 1.1), and constants.
 _EXACT: Final = frozenset(
-    """
-    add sub rsub mul div neg abs sqrt reciprocal relu leaky_relu maximum amax where clamp masked_fill
-    threshold_backward leaky_relu_backward copy _to_copy clone cat stack embedding gather index index_select scatter
-    select_backward slice_backward sort topk aminmax max_pool2d_with_indices upsample_nearest2d zeros ones full arange
-    scalar_tensor zeros_like ones_like full_like bernoulli randn randn_like _foreach_mul eq
-    """.split()
+    [
+        "add",
+        "sub",
+        "rsub",
+        "mul",
+        "div",
+        "neg",
+        "abs",
+        "sqrt",
+        "reciprocal",
+        "relu",
+        "leaky_relu",
+        "maximum",
+        "amax",
+        "where",
+        "clamp",
+        "masked_fill",
+        "threshold_backward",
+        "leaky_relu_backward",
+        "copy",
+        "_to_copy",
+        "clone",
+        "cat",
+        "stack",
+        "embedding",
+        "gather",
+        "index",
+        "index_select",
+        "scatter",
+        "select_backward",
+        "slice_backward",
+        "sort",
+        "topk",
+        "aminmax",
+        "max_pool2d_with_indices",
+        "upsample_nearest2d",
+        "zeros",
+        "ones",
+        "full",
+        "arange",
+        "scalar_tensor",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "bernoulli",
+        "randn",
+        "randn_like",
+        "_foreach_mul",
+        "eq",
+    ]
 )
 
 
@@ -152,27 +196,19 @@ def expected(plant: Plant, sound: Sound) -> Expectation:
             )
         case "dropped mask":
             gone = frozenset({Sides(op, None)})
-            return Expectation(
-                gone if plant.detail == "left out" else same, frozenset({"mask"})
-            )
+            return Expectation(gone if plant.detail == "left out" else same, frozenset({"mask"}))
         case "dtype cast":
-            places = frozenset(
-                {Sides(op, op + 2), Sides(None, op), Sides(None, op + 1)}
-            )
+            places = frozenset({Sides(op, op + 2), Sides(None, op), Sides(None, op + 1)})
             return Expectation(places, frozenset({"dtype"}), words=("bfloat16",))
         case "extra op":
             places = frozenset({Sides(op, op + 1), Sides(None, op)})
             return Expectation(places, frozenset({"structure"}))
         case "in-place write":
             right = {"inplace", "weights"} if plant.told[1:] else {"inplace"}
-            return Expectation(
-                frozenset({Sides(None, op + 1)}), frozenset(right)
-            )
+            return Expectation(frozenset({Sides(None, op + 1)}), frozenset(right))
         case "hidden write":
             return Expectation(same, frozenset({"race"}), words=plant.told[1:])
         case "rng offset":
             later = op + 1 if plant.detail == "seen" else op
-            return Expectation(
-                frozenset({Sides(op, later)}), frozenset({"rng"})
-            )
+            return Expectation(frozenset({Sides(op, later)}), frozenset({"rng"}))
     raise AssertionError(plant.fault)

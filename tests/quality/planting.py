@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -105,7 +104,9 @@ class Garden:
         if all(map(_same, self.plain.results, run.results)):
             tally.silent[plant.fault] += 1
             if found.verdict != "identical":
-                tally.misses.append(f"{plant}: no result differs, and the verdict is {found.verdict}")
+                tally.misses.append(
+                    f"{plant}: no result differs, and the verdict is {found.verdict}"
+                )
             return found
         tally.planted[plant.fault] += 1
         wrong = expected(plant, self.sound).missed_by(found)

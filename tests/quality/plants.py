@@ -98,9 +98,8 @@ class Site:
             if name in _AMOUNTS and value is None and name == "scale":
                 found[name] = 0.5
             elif isinstance(value, float) or (name in _AMOUNTS and type(value) is int):
-                if np.isfinite(value):
-                    found[name] = float(value)
-        return found
+                found[name] = float(value)
+        return {name: value for name, value in found.items() if np.isfinite(value)}
 
     def run(self, changes: Mapping[str, Any] | None = None) -> Any:
         """Run it, with some arguments changed (parts of a list by number)."""
@@ -415,8 +414,11 @@ def _about(fault: str, site: Site, detail: Detail) -> tuple[str, ...]:
     if fault == "swapped weights":
         return swapped(site, detail)
     tensor = site.inputs.get(str(detail))
-    named = _named(site, tensor) if tensor is not None else None
-    return () if named is None else (named,)
+    if tensor is None:
+        return ()
+    at = tensor.untyped_storage().data_ptr()
+    owners = (n for n, w in site.weights.items() if w.untyped_storage().data_ptr() == at)
+    return tuple(list(owners)[:1])
 
 
 class Scouting(TorchDispatchMode):

@@ -74,10 +74,11 @@ def encoder() -> Workload:
     step = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def run() -> Sequence[Tensor]:
-        loss = F.cross_entropy(model(ids).flatten(0, 1), ids.flatten(), ignore_index=0)
+        logits = model(ids)
+        loss = F.cross_entropy(logits.flatten(0, 1), ids.flatten(), ignore_index=0)
         loss.backward()
         step.step()
-        return [loss]
+        return [logits, loss]
 
     return Workload(model, _seeded(run))
 
@@ -161,9 +162,9 @@ def decoder() -> Workload:
         with torch.no_grad():
             caches = [torch.zeros(2, 2, 1, 5, 4) for _ in range(2)]
             for _ in range(3):
-                logits = model(ids, at, caches)[:, -1]
+                logits = model(ids, at, caches)
                 at += ids.shape[1]
-                ids = torch.multinomial((logits / 0.7).softmax(-1), 1)
+                ids = torch.multinomial((logits[:, -1] / 0.7).softmax(-1), 1)
                 returned += [logits, ids]
         return returned
 
@@ -203,10 +204,11 @@ def conv() -> Workload:
     step = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
     def run() -> Sequence[Tensor]:
-        loss = F.mse_loss(model(x), y)
+        found = model(x)
+        loss = F.mse_loss(found, y)
         loss.backward()
         step.step()
-        return [loss]
+        return [found, loss]
 
     return Workload(model, _seeded(run))
 
@@ -385,7 +387,7 @@ def lstm() -> Workload:
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         step.step()
-        return [loss]
+        return [logits, loss]
 
     return Workload(model, _seeded(run))
 

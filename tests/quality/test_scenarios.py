@@ -732,6 +732,15 @@ def residual_connections_are_missing() -> Pair:
     return infer(twins(lambda: residual([0, 1]), lambda: residual([0, 1], add=False)), X)
 
 
+@diverges("aten.addmm.default", cause="weights", module="b")
+def a_layer_is_given_the_bias_of_another() -> Pair:
+    left, right = twins(
+        lambda: Of(lambda m, x: m.b(m.a(x).tanh()), a=nn.Linear(8, 8), b=nn.Linear(8, 8))
+    )
+    right.register_forward_pre_hook(lambda m, _: setattr(m.b, "bias", m.a.bias))
+    return infer((left, right), X)
+
+
 @diverges("aten.add.Tensor", cause="structure")
 def a_variable_is_mixed_up() -> Pair:
     def model(bug: bool) -> nn.Module:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from opdrift.layouts import Layouts
-from opdrift.tokens import OpTokens, Words, counted_inputs, mix, word
+from opdrift.tokens import WORKSPACES, OpTokens, Words, base, counted_inputs, mix, word
 from opdrift.tracefile.reader import Ints, Trace
 
 Flags = npt.NDArray[np.bool_]
@@ -154,7 +154,20 @@ class Contents:
         where = mix(mix(layouts.geometry[inside], layouts.geometry[covered]), shift)
         found[covered] = mix(self._digest(inside), where)
         self._piecewise(found)
+        found[self._workspaces()] = 0
         return found
+
+    def _workspaces(self) -> Ints:
+        """Values of which some bytes were never written: the workspaces that recurrent layers return."""
+        outputs = self.trace.ops.outputs
+        found: list[int] = []
+        for signature in self.tokens.table:
+            slot = WORKSPACES.get(base(self.trace.op_info(signature).name))
+            if slot is None:
+                continue
+            for op in np.flatnonzero(self.trace.ops.signature == signature).tolist():
+                found += outputs[op].tolist()[int(self.trace.ops.mutated[op]) + slot :][:1]
+        return np.array(found, np.int64)
 
     @cached_property
     def by_lineage(self) -> Words:

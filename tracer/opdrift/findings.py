@@ -66,7 +66,7 @@ def _hidden_writes(trace: Trace, steps: _Steps) -> Iterator[Finding]:
         first = leaves[0]
         reader = trace.index_of(first.seq + 1)
         op = trace.op(reader) if reader is not None else None
-        names = ", ".join(leaf.name or "a nameless constant" for leaf in leaves)
+        names = ", ".join(leaf.name or _nameless(trace, storages, leaf) for leaf in leaves)
         by = f"read by {op.name} (op {op.seq})" if op is not None else f"after op {first.seq}"
         evidence = [
             f"its digest was {before.raw:016x} when last known and is {now.raw:016x} {by}",
@@ -91,6 +91,17 @@ def _hidden_writes(trace: Trace, steps: _Steps) -> Iterator[Finding]:
             steps.at(first.seq),
             trace.header.rank,
         )
+
+
+def _nameless(trace: Trace, storages: _Storages, leaf: Leaf) -> str:
+    """What a storage without a name is: what an op wrote last, before it was found changed, or a constant."""
+    outputs = trace.ops.outputs
+    wrote = outputs.rows()[np.isin(outputs.values, storages.of(leaf.value))]
+    for index in sorted(wrote[trace.ops.seq[wrote] <= leaf.seq].tolist(), reverse=True):
+        writer = trace.op(index)
+        if writer.mutated or not writer.signature.op.view:
+            return f"what {writer.name} (op {writer.seq}) wrote"
+    return "a nameless constant"
 
 
 class _Storages:

@@ -192,13 +192,16 @@ class RecordingMode(TorchDispatchMode):
                         or t.clock > values.rereading.gate
                     ):
                         use = Use(plan, args, kwargs or _NO_ARGUMENTS)
-                        known, entry = entry, values.rereading.look(t, a, state, entry, use)
+                        known = entry
+                        entry = values.rereading.look(
+                            t, a, state, entry, use, compiled=flags & COMPILED
+                        )
                         if entry is not known:
                             flags |= REREAD
                     if state.special is not None:
                         use = Use(plan, args, kwargs or _NO_ARGUMENTS)
                         entry, flags = values.special(t, a, state, entry, use, flags)
-                    if kind is Parameter and state.leaf is None:
+                    if kind is Parameter and (state.leaf is None or state.leaf.made):
                         values.meet_parameter(t, a, state, entry)
                     inputs.append(entry[0])
                     key.append(entry[1])
@@ -437,7 +440,8 @@ class RecordingMode(TorchDispatchMode):
             or (state.version is not None and a._version != state.version)
             or t.clock > values.rereading.gate
         ):
-            known, entry = entry, values.rereading.look(t, a, state, entry, use)
+            known = entry
+            entry = values.rereading.look(t, a, state, entry, use, compiled=flags & COMPILED)
             if entry is not known:
                 flags |= REREAD
         if state.special is not None:

@@ -29,6 +29,8 @@ _ROUND: Final = 256
 #: At least so many bytes a device reads in a nanosecond when it fingerprints them (decision 7): its time counts, too.
 _DEVICE_BYTES_PER_NS: Final = 500
 _NEVER: Final = 1 << 62
+#: Before the clock of a thread that has not run an op yet.
+_ALWAYS: Final = -1
 
 
 class Rereading:
@@ -49,18 +51,32 @@ class Rereading:
         self.opened = now()
         self._spent = 0
         #: leaves may be read again at use from this moment on (perf_counter_ns)
-        self.gate = _NEVER if integrity == "off" else 0
+        self.gate = _NEVER if integrity == "off" else _ALWAYS
         #: leaves whose turn is not later than this round may be read
         self.round = 0
         self._passed_over = 0
 
     def look(
-        self, t: ThreadBuffers, tensor: Tensor, state: StorageState, entry: Entry, use: Use
+        self,
+        t: ThreadBuffers,
+        tensor: Tensor,
+        state: StorageState,
+        entry: Entry,
+        use: Use,
+        *,
+        compiled: int,
     ) -> Entry:
-        """A leaf at its use: has it moved, or is it to be read again? The present value of it."""
+        """A leaf at its use: has it moved, or is it to be read again? The present value of it.
+
+        `compiled` says that code which torch.compile generated reads it: such code writes its own buffers with no op.
+        """
         # views and writes look at no content: FSDP gives memory back, and fills other memory later
         if not use.reads(tensor):
             return entry
+        leaf = state.leaf
+        if compiled and leaf is not None and leaf.made:
+            changed = state.special is None and self.is_unchanged(tensor, leaf) is False
+            return self._changed(t, tensor, state, leaf, told=False) if changed else entry
         at = tensor.untyped_storage().data_ptr() or 1
         if at != state.at or version_of(tensor) != state.version:
             found = self.moved(t, tensor, state, entry)
@@ -133,6 +149,13 @@ class Rereading:
         row = self._values.devices.now(whole)
         return None if row is None else int(row["raw"]) == leaf.raw
 
+    def learn_whole(self, tensor: Tensor, leaf: Leaf) -> None:
+        """Read as much of a storage as was ever known, after a part of it was written."""
+        key = leaf.widest
+        whole = None if key is None else self._whole(tensor, key)
+        if key is not None and whole is not None and self._values.can_read(whole):
+            leaf.read(key, whole.numel(), self._values.digest(whole))
+
     def learn(self, tensor: Tensor, state: StorageState, leaf: Leaf) -> None:
         """Read a leaf whose fingerprint is another value's, so that it can be told when it changes."""
         key, size = key_of(tensor), tensor.numel()
@@ -180,7 +203,15 @@ class Rereading:
         with silent(), torch._C.DisableTorchFunction(), torch.no_grad():
             return in_layout(tensor.untyped_storage(), key)
 
-    def _changed(self, t: ThreadBuffers, tensor: Tensor, state: StorageState, leaf: Leaf) -> Entry:
+    def _changed(
+        self,
+        t: ThreadBuffers,
+        tensor: Tensor,
+        state: StorageState,
+        leaf: Leaf,
+        *,
+        told: bool = True,
+    ) -> Entry:
         """Register what a leaf holds that no op wrote, in the layout that was known and in this one."""
         key = key_of(tensor)
         whole = None if leaf.key is None else self._whole(tensor, leaf.key)
@@ -192,6 +223,6 @@ class Rereading:
         entry = self._values.make(t, state, key_of(whole))
         if self._values.can_read(whole):
             self._values.show(t, whole, state, entry[0], key_of(whole))
-        for name, kind in leaf.names or [("", "constant")]:
+        for name, kind in (leaf.names or [("", "constant")]) if told else ():
             self._values.tell(t, leaf, entry[0], name, kind, "changed")
         return state.values.get(key) or self._values.adopt_layout(t, tensor, state, key)

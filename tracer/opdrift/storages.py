@@ -27,24 +27,40 @@ Entry = tuple[int, int]
 
 
 class Leaf:
-    """What a storage that no recorded op made is called, and what it held when last read.
+    """What a storage whose content is checked at its uses is called, and what it held when last read.
 
     Attributes:
         names: Its (name, kind) pairs.
         versions: Version counters at which it held its present content; None for inference tensors.
         key: The largest layout in which the present content was read, None if in none; `raw` is its digest.
+        widest: The largest layout in which any content was read.
         told: Values that have a row among the leaves.
         turn: In which round it may be read again.
+        made: A recorded op made it, so it is no leaf; it is checked because every use is.
     """
 
-    __slots__ = ("_size", "key", "names", "raw", "told", "turn", "versions")
+    __slots__ = (
+        "_most",
+        "_size",
+        "key",
+        "made",
+        "names",
+        "raw",
+        "told",
+        "turn",
+        "versions",
+        "widest",
+    )
 
-    def __init__(self, turn: int) -> None:
+    def __init__(self, turn: int, *, made: bool = False) -> None:
+        self.made = made
         self.names: list[tuple[str, str]] = []
         self.versions: set[int | None] = set()
         self.key: Key | None = None
         self.raw = 0
         self._size = -1
+        self.widest: Key | None = None
+        self._most = -1
         self.told: set[int] = set()
         self.turn = turn
 
@@ -58,6 +74,8 @@ class Leaf:
         """The present content was read in a layout of so many elements; the largest is kept."""
         if size > self._size:
             self.key, self._size, self.raw = key, size, raw
+        if size > self._most:
+            self.widest, self._most = key, size
 
     def forget(self) -> None:
         """It was written: what was read is no longer its content."""
@@ -75,7 +93,7 @@ class StorageState:
     """What is known of one storage; lives exactly as long as it.
 
     Attributes:
-        at: 0, or for a leaf the address at which it was seen; 1 where it has none.
+        at: 0, or if uses are checked the address at which it was seen; 1 where it has none.
         values: Layout -> (value id, meta id) of the present write count.
         special: None, or why its content cannot just be read.
         partial: Its last write covered a part of it only.

@@ -53,6 +53,16 @@ _LAYOUT_ONLY: Final = frozenset(
         "new_full",
     ]
 )
+#: Ops that return memory for their backward, of which some bytes are never written: which of their results that is.
+WORKSPACES: Final = {
+    "mkldnn_rnn_layer": 3,
+    "_cudnn_rnn": 3,
+    "miopen_rnn": 3,
+    "cudnn_batch_norm": 3,
+    "_batch_norm_with_update": 3,
+}
+#: Arguments by which the backward of such an op takes it.
+_WORKSPACE_NAMES: Final = frozenset({"workspace", "reserve", "reserveSpace"})
 #: Arguments through which a caller says where the result shall go.
 _OUT_NAMES: Final = frozenset({"out", "out0", "out1", "out2", "out3"})
 _OLD: Final = np.uint64(0x9E3779B97F4A7C15)
@@ -160,6 +170,8 @@ def _counts(info: OpInfo, slot: str) -> bool:
     if name in _LAYOUT_ONLY or info.uninitialised:
         return False
     head = slot.partition("[")[0]
+    if head in _WORKSPACE_NAMES:
+        return False
     if head in info.mutates and (name in _OVERWRITING or head in _OUT_NAMES):
         return False
     # inductor's extern kernels and the `_out` forms write into `out` arguments of any name

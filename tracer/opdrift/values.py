@@ -67,6 +67,8 @@ class Values:
         self.put, self.put_large, self.large = engine.put, engine.put_large, engine.LARGE
         self.row_bytes = engine.ROW_BYTES
         self.integrity = integrity
+        #: what ops made is checked at its uses, too
+        self._watching = integrity == "full"
         self._write_name = write_name
         self.write_leaf = write_leaf
         self._flush = flush
@@ -136,6 +138,8 @@ class Values:
                     t.fingerprint_count = row + 1
                 else:
                     self.fingerprint(t, tensor, value)
+                if self._watching:
+                    self._watch(t, tensor, state, key)
             return
         entry = state.values.get(key)
         if entry is not None:  # an alias of something known: no new value, no hash
@@ -146,6 +150,31 @@ class Values:
         # after a partial write no other fingerprint tells this view's content
         if not plan.quiet or (state.partial and self.integrity != "off"):
             self.show(t, tensor, state, value, key)
+
+    def _watch(self, t: ThreadBuffers, tensor: Tensor, state: StorageState, key: Key) -> None:
+        """Keep the digest of what an op made and what was fingerprinted just now, to check it at its uses."""
+        if self.is_elsewhere(tensor) or tensor.is_conj() or tensor.is_neg():
+            return
+        state.leaf = leaf = Leaf(self.rereading.round, made=True)
+        state.at = tensor.untyped_storage().data_ptr() or 1
+        state.version = version_of(tensor)
+        leaf.at_version(state.version)
+        leaf.read(key, tensor.numel(), self._last_digest(t))
+
+    def _watch_written(
+        self, t: ThreadBuffers, tensor: Tensor, state: StorageState, entry: Entry, key: Key
+    ) -> None:
+        """As `_watch`, after a write; what is around a part that was written is watched, too."""
+        if state.leaf is not None:
+            if state.partial:
+                self.rereading.learn_whole(tensor, state.leaf)
+        elif state.hashed == entry[0]:
+            self._watch(t, tensor, state, key)
+
+    def _last_digest(self, t: ThreadBuffers) -> int:
+        """The digest in the fingerprint that was written last."""
+        start = (t.fingerprint_count - 1) * self.row_bytes
+        return int.from_bytes(t.fingerprints[start : start + 8], "little")
 
     def arriving(
         self, t: ThreadBuffers, tensor: Tensor, outputs: list[int], in_flight: InFlight
@@ -200,9 +229,7 @@ class Values:
             return
         state.hashed = value
         if leaf is not None:
-            start = (t.fingerprint_count - 1) * self.row_bytes
-            raw = int.from_bytes(t.fingerprints[start : start + 8], "little")
-            leaf.read(key, tensor.numel(), raw)
+            leaf.read(key, tensor.numel(), self._last_digest(t))
 
     @staticmethod
     def is_elsewhere(tensor: Tensor) -> bool:
@@ -233,7 +260,9 @@ class Values:
         key = key_of(tensor)
         if state is not None:
             entry = self.adopt_layout(t, tensor, state, key)
-            return self.rereading.look(t, tensor, state, entry, use) if state.at else entry
+            if not state.at:
+                return entry
+            return self.rereading.look(t, tensor, state, entry, use, compiled=compiled)
         state, leaf = self._new_leaf(tensor)
         entry = self.make(t, state, key)
         if not use.overwrites(tensor) and self.can_read(tensor):
@@ -252,7 +281,9 @@ class Values:
         entry = self._make_another(t, state, key)
         leaf = state.leaf
         # of a leaf only that part is known which was read
-        elsewhere = leaf is not None and leaf.key is not None and not leaf.tells(key)
+        elsewhere = (
+            leaf is not None and not leaf.made and leaf.key is not None and not leaf.tells(key)
+        )
         if elsewhere or (state.partial and self.integrity != "off"):
             self.show(t, tensor, state, entry[0], key)
         return entry
@@ -392,6 +423,8 @@ class Values:
             if entry is None:
                 entry = self.make(t, state, key)
                 self.show(t, tensor, state, entry[0], key)
+            if self._watching and state.special is None and not self.is_elsewhere(tensor):
+                self._watch_written(t, tensor, state, entry, key)
             outputs.append(entry[0])
 
     def _needs_selection(self, use: Use) -> bool:
@@ -458,7 +491,7 @@ class Values:
             return True
         state, entry = known
         leaf = state.leaf
-        if leaf is None or state.writes:
+        if leaf is None or leaf.made or state.writes:
             return False
         if any(kind not in ("input", "constant") for _, kind in leaf.names):
             return False

@@ -272,6 +272,7 @@ def race(e: Evidence) -> Cause | None:
     names = e.origin.names
     reader = e.consumer()
     evidence = []
+    what = names[0] if names else None
     for name, side, op, value in (
         ("left", e.case.left, reader.left, e.origin.values.left),
         ("right", e.case.right, reader.right, e.origin.values.right),
@@ -281,10 +282,15 @@ def race(e: Evidence) -> Cause | None:
         rows = side.leaves.of(value)
         changed = next((leaf for leaf in rows if leaf.when == "changed"), None)
         where = f" when {side.place(op)} read it" if op is not None else ""
+        maker = _maker(side, value)
+        if what is None and maker is not None:
+            what = f"what {side.name(maker)} (op {side.seq(maker)}) wrote"
         if changed is not None:
             evidence.append(
                 f"{name}: the content had changed by op {changed.seq + 1}, with no recorded op that wrote it{where and ',' + where}"
             )
+        elif maker is not None:
+            evidence.append(f"{name}: it still held what {side.place(maker)} wrote{where}")
         else:
             evidence.append(f"{name}: it still held what it held on entry{where}")
         aliases = sorted({leaf.name for leaf in rows if leaf.name})
@@ -294,11 +300,19 @@ def race(e: Evidence) -> Cause | None:
     return cause(
         "race",
         "likely",
-        f"{names[0] if names else 'a tensor'} was written behind the dispatcher's back, in the two runs at different times",
+        f"{what or 'a tensor'} was written behind the dispatcher's back, in the two runs at different times",
         evidence,
         "Wait for the copy before the tensor is read: stream.wait_stream or event.synchronize for non_blocking copies,"
         " future.result() for threads; do not reuse a slot before its last reader is done.",
     )
+
+
+def _maker(side: Side, value: int) -> int | None:
+    """The op that wrote a storage last, whatever changed in it since."""
+    state = int(side.contents.states.of[value])
+    while state >= 0 and side.contents.states.writer[state] < 0:
+        state = int(side.contents.states.before[state])
+    return None if state < 0 else int(side.contents.states.writer[state])
 
 
 def unseen_write(e: Evidence) -> Cause | None:
@@ -329,7 +343,9 @@ def unseen_write(e: Evidence) -> Cause | None:
     suspects: list[str] = []
     taken: list[str] = []
     for name, side, index in (("left", e.case.left, op.left), ("right", e.case.right, op.right)):
-        if side.trace.ops.flags[index] & REREAD:
+        # what was read again at this op is not old
+        always = side.trace.header.options.get("integrity") == "full"
+        if always or side.trace.ops.flags[index] & REREAD:
             return None
         partner = (e.case.pairing.right_of, e.case.pairing.left_of)[0 if name == "left" else 1]
         for value in side.trace.ops.inputs[index].tolist():

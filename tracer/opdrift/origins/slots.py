@@ -56,6 +56,8 @@ class SlotJudge:
             return None
         self._judged.add(states)
         seen = _Seen(row, position, self._consumer(row))
+        if self._is_changed(left, right):
+            return None if self._is_reported(states) else self._hidden_write(left, right, seen)
         made_by = self._constant(left, right)
         if made_by >= 0:
             return self._factory(left, right, made_by, seen)
@@ -78,6 +80,23 @@ class SlotJudge:
     def _is_reported(self, states: tuple[int, int]) -> bool:
         return states[0] in self._leaf_states.left or states[1] in self._leaf_states.right
 
+    def _is_changed(self, left: int, right: int) -> bool:
+        """Whether a run holds something here that no op wrote."""
+        rows = *self._case.left.leaves.of(left), *self._case.right.leaves.of(right)
+        return any(leaf.when == "changed" for leaf in rows)
+
+    def _hidden_write(self, left: int, right: int, seen: _Seen) -> Origin:
+        """A leaf, or what an op made, changed with no op that wrote it."""
+        rows = self._case.left.leaves.of(left), self._case.right.leaves.of(right)
+        module = self._module(seen)
+        best = Sides(
+            self._case.left.leaves.best(left, module), self._case.right.leaves.best(right, module)
+        )
+        shared = {leaf.name for leaf in rows[0] if leaf.name} & {leaf.name for leaf in rows[1]}
+        if shared and best.left is not None and best.left.name not in shared:
+            best = _named(rows, sorted(shared)[0])
+        return self._origin("hidden-write", "hidden-write", left, right, seen, leaf=best)
+
     def _between_leaves(self, left: int, right: int, seen: _Seen) -> Origin | None:
         """Both values are leaves, or parts of leaves."""
         case = self._case
@@ -91,8 +110,6 @@ class SlotJudge:
         shared = {leaf.name for leaf in rows[0] if leaf.name} & {leaf.name for leaf in rows[1]}
         if shared and best.left.name not in shared:
             best = _named(rows, sorted(shared)[0])
-        if any(leaf.when == "changed" for leaf in (*rows[0], *rows[1])):
-            return self._origin("hidden-write", "hidden-write", left, right, seen, leaf=best)
         if not shared and self._both_have_both(best):
             return self._origin("structure", "other-source", left, right, seen, leaf=best)
         assert best.left is not None
