@@ -836,6 +836,7 @@ OTHER_RULES = {
     "unseen-write",
     "weights-exchanged",
     "weights-exchanged",
+    "weights-exchanged",
     "weights-retied",
     "weights-written",
 }
