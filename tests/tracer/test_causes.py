@@ -829,12 +829,12 @@ def test_versions_are_offered_as_a_further_cause():
 
 #: Rules that answer with the slug of another one.
 OTHER_RULES = {
+    "environment-draws",
     "mask-decided-otherwise",
     "mask-input",
     "mask-leaf",
     "mask-on-one-side",
     "unseen-write",
-    "weights-exchanged",
     "weights-exchanged",
     "weights-exchanged",
     "weights-retied",

@@ -54,6 +54,7 @@ CAUSES: Final[dict[str, Callable[[Evidence], Cause | None]]] = {
     "quantisation": quantisation.quantisation,
     "op-args": arguments.op_args,
     "nan": precision.nan,
+    "environment-draws": environment.drawn_elsewhere,
     "weights": parameters.weights,
     "buffer-state": parameters.buffer_state,
     "input": inputs.input_,
