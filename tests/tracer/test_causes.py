@@ -791,24 +791,33 @@ def test_layers_in_another_order_say_whose_result_each_reads():
 # ---- flags and environment -------------------------------------------------------------------------------------
 
 
+def product(change: str) -> Run:
+    """A matrix product of two computed tensors, on the CPU."""
+    return lambda b: b.op(
+        "mm",
+        b.op("sin", b.leaf("x", kind="input")),
+        b.op("cos", b.leaf("y", kind="input")),
+        change=change,
+    )  # type: ignore[arg-type]
+
+
 def test_a_precision_flag_explains_what_rounding_does_not():
     """The op is the same, its inputs too; the setting that steers it differs."""
-
-    def body(change: str) -> Run:
-        return lambda b: b.op(
-            "mm",
-            b.op("sin", b.leaf("x", kind="input")),
-            b.op("cos", b.leaf("y", kind="input")),
-            change=change,
-        )  # type: ignore[arg-type]
-
     found = cause(
-        run(body(""), flags={"fp32_precision.cuda.matmul": "ieee"}),
-        run(body("*"), flags={"fp32_precision.cuda.matmul": "tf32"}),
+        run(product(""), flags={"fp32_precision.mkldnn.matmul": "ieee"}),
+        run(product("*"), flags={"fp32_precision.mkldnn.matmul": "bf16"}),
     )
 
     assert found.slug == "flags"
-    assert says(found, "fp32_precision.cuda.matmul: ieee against tf32")
+    assert says(found, "fp32_precision.mkldnn.matmul: ieee against bf16")
+
+
+@pytest.mark.parametrize("flag", ["fp32_precision.cuda.matmul", "sdp.flash", "grad_mode"])
+def test_a_flag_that_does_not_steer_the_op_explains_nothing(flag: str):
+    """Of another device, of attention, of no op at all."""
+    found = cause(run(product(""), flags={flag: "a"}), run(product("*"), flags={flag: "b"}))
+
+    assert found.slug != "flags"
 
 
 def test_versions_are_offered_as_a_further_cause():

@@ -139,8 +139,8 @@ class Compared:
     def input_explained(self) -> Flags:
         """Per row of `inputs`: whether one pair made both values, and its own verdict explains their difference.
 
-        Constant factories explain nothing: what they make is judged where it is first used. Nor does a
-        view: what counts is what it was taken of.
+        Constant factories explain nothing: what they make is judged where it is first used. So is memory that
+        nothing has written. Nor does a view: what counts is what it was taken of.
         """
         rows = _pair_rows(self, self.inputs.left, self.inputs.right)
         explains = self._explains(rows)
@@ -150,7 +150,8 @@ class Compared:
         """Per pair: whether a difference that it hands on is accounted for at it or before it."""
         i = self.pairing.left
         view: Flags = self.left.tokens.view[i]
-        found: Flags = self.tainted & ~self.left.tokens.factory[i] & ~view
+        fresh: Flags = self.left.tokens.factory[i] | self.left.tokens.uninitialised[i]
+        found: Flags = self.tainted & ~fresh & ~view
         through = np.flatnonzero(view[self.inputs.pair] & self.input_differs & (makers >= 0))
         for _ in range(_DEEPEST):
             more = through[found[makers[through]]]

@@ -139,13 +139,23 @@ def _walk(
         found = None
         for slot in slots[row]:
             inputs = compared.inputs
-            found = judge.judge(
-                int(inputs.left[slot]), int(inputs.right[slot]), row, int(inputs.position[slot])
-            )
+            left, right = int(inputs.left[slot]), int(inputs.right[slot])
+            if _is_unwritten(case, left, right):
+                found = replace(_direct(case, row), inputs_match=False)
+                yield found, row
+                break
+            found = judge.judge(left, right, row, int(inputs.position[slot]))
             if found is not None:
                 yield found, row
         if found is None:
             yield None, row
+
+
+def _is_unwritten(case: Case, left: int, right: int) -> bool:
+    """Whether two values are memory that the same op handed out and that nothing has written: its reader is at fault."""
+    row = case.compared.made_by_one_pair(left, right)
+    op = int(case.pairing.left[row]) if row >= 0 else -1
+    return op >= 0 and bool(case.left.contents.tokens.uninitialised[op])
 
 
 def _direct(case: Case, row: int) -> Origin:
