@@ -12,6 +12,7 @@ from typing import Final
 
 from opdrift.causes import (
     arguments,
+    casts,
     environment,
     exchanged,
     inputs,
@@ -50,6 +51,7 @@ CAUSES: Final[dict[str, Callable[[Evidence], Cause | None]]] = {
     "mask": arguments.mask,
     "position-ids": arguments.position_ids,
     "mask-input": inputs.mask_input,
+    "autocast-cache": casts.autocast_cache,
     "dtype": precision.dtype,
     "quantisation": quantisation.quantisation,
     "op-args": arguments.op_args,
