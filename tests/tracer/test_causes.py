@@ -845,7 +845,6 @@ OTHER_RULES = {
     "mask-on-one-side",
     "unseen-write",
     "weights-exchanged",
-    "weights-exchanged",
     "weights-retied",
     "weights-written",
 }
