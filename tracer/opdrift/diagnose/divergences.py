@@ -52,7 +52,7 @@ def divergence(
         final_relative_difference=final,
         cause=cause,
         tensors=Sides(_meta(case.left, values.left), _meta(case.right, values.right)),
-        members=origin.names[1:],
+        members=(*origin.names[1:], *origin.alike),
         how=gap.how if gap is not None else None,
     )
 

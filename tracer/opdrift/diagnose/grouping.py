@@ -1,17 +1,24 @@
-"""Let one divergence stand for all leaves that differ for the same cause."""
+"""Let one divergence stand for all leaves, and all ops, that differ for the same cause."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Protocol, TypeVar
 
+from opdrift.case import Case
 from opdrift.origins.model import Origin
 from opdrift.records import Cause
+from opdrift.tokens import family
 
 
 class HasCauses(Protocol):
     """An origin that was judged."""
+
+    @property
+    def origin(self) -> Origin:
+        """The origin."""
+        ...
 
     @property
     def causes(self) -> tuple[Cause, ...]:
@@ -44,3 +51,48 @@ def grouped_leaves(origins: Iterable[Origin], judge: Callable[[Origin], J]) -> l
             others += [member.leaf, *member.members]
         found.append(judge(members[0].grouped(tuple(others))))
     return found
+
+
+def by_setting(
+    case: Case, judged: Iterable[J], alike: Callable[[J, tuple[str, ...]], J]
+) -> list[J]:
+    """Let the first op that was called with another argument stand for those called with the same other argument.
+
+    One setting, a learning rate or an epsilon, reaches many ops: they are one origin, not many.
+
+    Args:
+        case: The comparison.
+        judged: Origins in order.
+        alike: Makes an origin stand for ops, given in words.
+    """
+    first: dict[Hashable, int] = {}
+    found: list[J] = []
+    others: dict[int, list[str]] = defaultdict(list)
+    for each in judged:
+        keys = _setting_keys(case, each)
+        at = next((first[key] for key in keys if key in first), None)
+        for key in keys:
+            first.setdefault(key, len(found) if at is None else at)
+        if at is None:
+            found.append(each)
+        else:
+            others[at].append(_in_words(case, each.origin))
+    return [alike(each, tuple(others[i])) if i in others else each for i, each in enumerate(found)]
+
+
+def _setting_keys(case: Case, judged: HasCauses) -> list[Hashable]:
+    """What two ops have in common if one setting is behind both: the op and the argument, or its two values."""
+    origin = judged.origin
+    shown = origin.shown
+    if origin.kind != "op" or not origin.settings or shown is None:
+        return []
+    side, slug = (case.left, case.right)[shown[0]], judged.causes[0].slug
+    names = tuple(s.name for s in origin.settings)
+    values = tuple((s.left, s.right) for s in origin.settings)
+    where = side.op(shown[1]).call.type, side.op(shown[1]).phase
+    return [(slug, family(side.name(shown[1])), names, where), (slug, values, where)]
+
+
+def _in_words(case: Case, origin: Origin) -> str:
+    shown = origin.shown
+    return "" if shown is None else f"op {(case.left, case.right)[shown[0]].seq(shown[1])}"

@@ -52,6 +52,7 @@ class Origin:
         on_right: The right op is the one to show: it did what the left one did not.
         inputs_match: Whether all inputs are known equal; None where not all are known.
         order: Where it stands in the left run.
+        alike: Ops at which the same setting shows again, as `op 12`.
     """
 
     kind: DivergenceKind
@@ -68,6 +69,7 @@ class Origin:
     boundary: Sides[tuple[int, ...]] = NO_OPS
     inputs_match: bool | None = None
     on_right: bool = False
+    alike: tuple[str, ...] = ()
 
     def grouped(self, members: tuple[Sides[Leaf | None], ...]) -> Origin:
         """The same origin, standing for more leaves."""

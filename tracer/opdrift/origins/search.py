@@ -25,7 +25,7 @@ from opdrift.tracefile.reader import Ints
 MANY: Final = 200
 #: Arguments that say how large or where, not how: they follow from the shapes of the inputs.
 _SHAPES: Final = frozenset(
-    ["size", "sizes", "shape", "stride", "split_size", "split_sizes", "start", "end", "length", "dim", "index", "output_size", "normalized_shape"]
+    ["size", "sizes", "shape", "stride", "split_size", "split_sizes", "start", "end", "length", "index", "output_size", "normalized_shape"]
 )  # fmt: skip
 
 
