@@ -21,6 +21,13 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opdrift.buffers import IDS, OP, OPS
+from opdrift.choices import (
+    ADDS,
+    ATTENTION,
+    added_requires_grad,
+    operands_require_grad,
+    why_not_fast,
+)
 from opdrift.memory import InFlight, Use, under_way
 from opdrift.neutral import (
     DispatchKeys,
@@ -48,6 +55,8 @@ from opdrift.records import (
 from opdrift.values import PLAIN, Values
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from opdrift.batches.tracking import Batches
     from opdrift.buffers import ThreadBuffers
     from opdrift.sources import Sources
@@ -122,6 +131,8 @@ class RecordingMode(TorchDispatchMode):
         self._signature_ids = itertools.count(1)
         self._seq = itertools.count(1)
         self._seeds = Seeds()
+        #: module path -> why torch.nn did not take its fast path there when it was last called
+        self._fast_paths: dict[str, Mapping[str, str]] = {}
         self._keys: DispatchKeys | None = None
         #: whether anything is still written; False after a fork or when the disk failed
         self.recording = True
@@ -219,6 +230,8 @@ class RecordingMode(TorchDispatchMode):
             signature = self._signatures.get(signature_key)
             if signature is None:
                 signature = self._signature(plan, signature_key, args, kwargs or _NO_ARGUMENTS)
+            if plan.asks:
+                flags |= self._ask(t, plan, args, kwargs or _NO_ARGUMENTS, frame)
             node = current_node()
             grad = is_grad_enabled()
             if grad:
@@ -297,6 +310,28 @@ class RecordingMode(TorchDispatchMode):
         if self._batches is not None:
             self._follow(self._batches, t, plan, signature, args, kwargs or _NO_ARGUMENTS, out)
         return out
+
+    def _ask(
+        self,
+        t: ThreadBuffers,
+        plan: Plan,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        frame: FrameType,
+    ) -> int:
+        """Look at what steers the choice of an implementation, before the op has a number."""
+        if plan.asks == ADDS:
+            return added_requires_grad(args)
+        words = why_not_fast(frame)
+        if words != self._fast_paths.get(t.path, _NO_ARGUMENTS):
+            if len(self._fast_paths) >= _MAX_SIGNATURES:
+                self._fast_paths.clear()
+            self._fast_paths[t.path] = words
+            self._write_mark(t, "fast-path", words)
+        if plan.asks != ATTENTION:
+            return 0
+        self._sources.on_new_line()  # a switch of attention may have changed at a line that is known
+        return operands_require_grad(args, kwargs)
 
     def _random_state(
         self, t: ThreadBuffers, args: tuple[Any, ...], kwargs: Mapping[str, Any]

@@ -9,6 +9,8 @@ from typing import Any, Final
 import torch
 from torch._ops import OpOverload
 
+from opdrift.choices import what_to_ask
+
 #: Writes that schemas do not declare: name -> positions of the written arguments.
 #: Measured on torch 2.13 (notes: integrity 9); batch norm is the only such aten op (integrity I8).
 UNDECLARED: Final[dict[str, tuple[int, ...]]] = {
@@ -135,6 +137,7 @@ class Plan:
         seeded: It may draw from a generator.
         collective: It is of c10d and returns a Work.
         waits: Its Work may be waited for inside the mode if the program asked for a synchronous call.
+        asks: What steers the choice of its implementation and has to be looked at (`choices`); 0 for nothing.
         async_index: Position of `async_op` in the schema, or None.
         lists_written: It writes into lists of tensors, whose version counters torch forgets under a mode.
         composite: It is made of other ops, so it must run with the program's own dispatch keys.
@@ -143,6 +146,7 @@ class Plan:
     """
 
     __slots__ = (
+        "asks",
         "async_index",
         "bumps",
         "call",
@@ -170,6 +174,7 @@ class Plan:
 
     def __init__(self, func: Any, ident: int) -> None:
         self.id = ident
+        self.asks = 0
         self.func = func
         self.name = str(func)
         # `_op` skips OpOverload.__call__, a Python frame; c10d ops and higher-order ops have none that fits
@@ -185,6 +190,7 @@ class Plan:
             return
         schema = func._schema
         space, base = schema.name.split("::")
+        self.asks = what_to_ask(base, schema.overload_name) if space == "aten" else 0
         self.rebinds = base in REBINDING
         self.copies = schema.name in COPYING
         self.settled = not (self.rebinds or self.copies)

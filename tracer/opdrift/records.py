@@ -22,6 +22,8 @@ READ_UNINITIALISED: Final = 16  #: the op read memory that nothing had written
 COMPILED: Final = 32  #: called from code that torch.compile generated
 GRAD_ENABLED: Final = 64  #: autograd was recording
 REREAD: Final = 128  #: an input's content was read again at use
+OPERAND_GRAD: Final = 256  #: of an attention op: its query, key or value requires grad
+MASK_GRAD: Final = 512  #: of an attention op, its mask requires grad; of an `add`, what is added
 
 Phase = Literal["forward", "backward"]
 LeafKind = Literal["parameter", "buffer", "input", "constant", "gradient", "output", "alive"]
@@ -298,6 +300,7 @@ class Divergence:
         how: How the sizes were obtained ("sketch", "sample", "exact", "statistics", "unavailable"; of
             logs of other tools "norms", how far two norms are apart, a lower bound, or "hashes").
         final_relative_difference: The same measure at the run's output.
+        arithmetic: In what the op computes: `bfloat16`, `float32, TF32 off`.
     """
 
     kind: DivergenceKind
@@ -324,6 +327,7 @@ class Divergence:
     tensors: Sides[str | None] = Sides(None, None)
     members: tuple[str, ...] = ()
     how: str | None = None
+    arithmetic: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,12 +390,16 @@ class TraceSummary:
 
 @dataclass(frozen=True, slots=True)
 class GrowthPoint:
-    """The largest relative difference among the ops of one top-level stretch of the run, for people."""
+    """The largest relative difference among the ops of one top-level stretch of the run, for people.
+
+    `unpaired` of the ops have no counterpart in the right run: of them nothing is known to be equal.
+    """
 
     module: str
     ops: int
     differing: int
     relative_difference: float | None
+    unpaired: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,7 +410,8 @@ class Diagnosis:
     is then the rank with the earliest origin. `notes` are sentences about what could not be judged or
     does not count (unused weights that differ, a trace that is incomplete). `exact` is False where the
     records cannot prove that two tensors are equal (logs of other tools): "identical" then says that no
-    difference was seen.
+    difference was seen. `final_explained` is the largest difference at the output that rounding grows to in
+    a model of this depth, where rounding is all that was found.
     """
 
     verdict: Verdict
@@ -420,6 +429,7 @@ class Diagnosis:
     notes: tuple[str, ...] = ()
     ranks: Mapping[int, Diagnosis] = field(default_factory=dict)
     exact: bool = True
+    final_explained: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

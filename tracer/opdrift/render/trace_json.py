@@ -10,6 +10,8 @@ from typing import Any, Final
 from opdrift.records import (
     COMPILED,
     GRAD_ENABLED,
+    MASK_GRAD,
+    OPERAND_GRAD,
     PENDING,
     RAISED,
     READ_UNINITIALISED,
@@ -39,6 +41,8 @@ FLAG_WORDS: Final = {
     COMPILED: "compiled",
     GRAD_ENABLED: "grad-enabled",
     REREAD: "reread",
+    OPERAND_GRAD: "operand-requires-grad",
+    MASK_GRAD: "mask-requires-grad",
 }
 
 

@@ -1,0 +1,87 @@
+"""What steers torch's choice of an implementation and is in no argument: looked at where torch has chosen.
+
+Whether an operand requires grad, and the words in which torch.nn says why it did not take a fast path.
+Those are locals of three functions (notes: kernels, 4), so nothing is put in front of the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import FrameType
+from typing import Any, Final
+
+from torch import Tensor, nn
+
+from opdrift.records import MASK_GRAD, OPERAND_GRAD
+
+#: What to look at, by op.
+ADDS: Final = 1  #: whether what is added requires grad: it may be the mask of torch's math path
+PATHS: Final = 2  #: why not the fast path around it
+ATTENTION: Final = 3  #: that, switches that changed, and whether operands require grad
+
+_PATHS: Final = frozenset(
+    {"_softmax", "softmax", "_native_multi_head_attention", "_transformer_encoder_layer_fwd"}
+)
+_ATTENTION: Final = frozenset(
+    {
+        "scaled_dot_product_attention",
+        "_safe_softmax",
+        "_flash_attention_forward",
+        "_efficient_attention_forward",
+    }
+)
+#: id of a function's code -> (whose it is, the local that holds torch's words).
+_WORDS: Final = {
+    id(kind.forward.__code__): (kind.__name__, local)
+    for kind, local in (
+        (nn.MultiheadAttention, "why_not_fast_path"),
+        (nn.TransformerEncoderLayer, "why_not_sparsity_fast_path"),
+        (nn.TransformerEncoder, "why_not_sparsity_fast_path"),
+    )
+}
+#: The fast path of a whole encoder is at most so many frames above an attention of one of its layers.
+_DEEPEST: Final = 48
+
+
+def what_to_ask(name: str, overload: str) -> int:
+    """What an op of `aten` has to be asked; 0 for nothing."""
+    if name == "add":
+        return ADDS if overload == "Tensor" else 0
+    if name in _PATHS:
+        return PATHS
+    fused = name.startswith("_scaled_dot_product_") and not name.endswith("_backward")
+    return ATTENTION if fused or name in _ATTENTION else 0
+
+
+def added_requires_grad(args: tuple[Any, ...]) -> int:
+    """The flag of an `add` whose second operand requires grad."""
+    other = args[1]
+    return MASK_GRAD if isinstance(other, Tensor) and other.requires_grad else 0
+
+
+def operands_require_grad(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """The flags of an attention op: query, key and value come first, a mask after them."""
+    flags = 0
+    for position, argument in enumerate((*args, *kwargs.values())):
+        if isinstance(argument, Tensor) and argument.requires_grad:
+            flags |= OPERAND_GRAD if position < 3 else MASK_GRAD
+    return flags
+
+
+def why_not_fast(frame: FrameType | None) -> dict[str, str]:
+    """Words of torch, from `frame` outwards: the class of the module -> why not its fast path."""
+    found: dict[str, str] = {}
+    for _ in range(_DEEPEST):
+        if frame is None:
+            break
+        known = _WORDS.get(id(frame.f_code))
+        if known is not None:
+            kind, local = known
+            names = frame.f_locals
+            words = names.get(local)
+            if type(names) is dict:
+                names.clear()  # up to Python 3.12 it is a copy, which would keep tensors alive
+            if words and kind not in found:
+                found[kind] = str(words)
+        frame = frame.f_back
+    return found
