@@ -82,12 +82,48 @@ def test_a_map_pairs_what_structure_cannot():
     assert found.right_of.tolist() == [1, 0]
 
 
+def modules(*names: str, weights: str | None = None, prefix: str = "") -> Trace:
+    """A module a name, each with a product of its own; `weights` says which weight each one reads."""
+    build = Builder()
+    x = build.leaf("x", kind="input")
+    for name, weight in zip(names, weights or "".join(names), strict=True):
+        with build.scope(prefix + name):
+            x = build.op("mm", x, build.leaf(f"{prefix}{name}.weight", content=weight))
+    build.output(x)
+    return build.build()
+
+
 def test_modules_that_run_in_another_order_are_paired_by_name():
     """The scopes decide, not the position in the run."""
-    left = trace("q{ mm } k{ mm }")
-    right = trace("k{ mm } q{ mm }")
+    assert paired(modules("q", "k"), modules("k", "q")) == [(0, 1), (1, 0)]
 
-    assert paired(left, right) == [(0, 1), (1, 0)]
+
+def test_modules_that_exchanged_their_names_are_told_by_their_weights():
+    """By name the pairs would cross, by weights they do not."""
+    assert paired(modules("a", "b", "c"), modules("b", "a", "c", weights="abc")) == [
+        (0, 0), (1, 1), (2, 2),
+    ]  # fmt: skip
+
+
+def test_weights_in_the_wrong_modules_do_not_make_the_modules_others():
+    """The modules run in their order, with each other's weights: that is a fault, and no renaming."""
+    assert paired(modules("a", "b", "c"), modules("a", "b", "c", weights="bac")) == [
+        (0, 0), (1, 1), (2, 2),
+    ]  # fmt: skip
+
+
+def test_a_module_more_in_front_shifts_the_names_of_all():
+    """Layer 0 of the left run is layer 1 of the right one, and so on."""
+    assert paired(modules("0", "1", "2", weights="abc"), modules("0", "1", "2", "3", weights="xabc")) == [
+        (0, 1), (1, 2), (2, 3),
+    ]  # fmt: skip
+
+
+def test_renamed_modules_that_run_in_another_order_are_told_by_their_weights():
+    """Neither names nor order say which is which."""
+    left = modules("query", "key", "value", weights="qkv")
+
+    assert paired(left, modules("v", "k", "q")) == [(0, 2), (1, 1), (2, 0)]
 
 
 def test_an_op_that_moved_into_a_module_is_found_in_the_gap():

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from opdrift.align.calls import CallTree, Maps, match_calls, rename, wrapper_prefix
+from opdrift.align.calls import Maps, match_calls, rename, wrapper_prefix
 from opdrift.align.ops import Pairs, across_scopes, within_scopes
+from opdrift.align.tree import CallTree
 from opdrift.contents import Contents
 from opdrift.tokens import mix
 from opdrift.tracefile.reader import Ints
@@ -75,15 +76,14 @@ def _rank(contents: Contents) -> tuple[int, int, int]:
 
 def _align(left: Contents, right: Contents, maps: list[tuple[str, str]]) -> Pairing:
     method = ["scopes by path, then ops by signature and occurrence"]
-    if not maps and (prefix := wrapper_prefix(left.trace.calls, right.trace.calls)):
+    if not maps and (prefix := wrapper_prefix(left.trace, right.trace)):
         maps = [prefix]
         side = "right" if prefix[1] else "left"
         method.append(f"{side} paths carry the prefix {prefix[1] or prefix[0]!r}")
     trees = CallTree(left, rename(maps)), CallTree(right, lambda path: path)
     calls = match_calls(*trees)
-    renamed = sum(
-        1 for i, j in enumerate(calls.tolist()) if j >= 0 and trees[0].paths[i] != trees[1].paths[j]
-    )
+    both = np.flatnonzero(calls >= 0)
+    renamed = int(np.count_nonzero(trees[0].path[both] != trees[1].path[calls[both]]))
     if renamed:
         method.append(f"{renamed} renamed scopes by structure")
     pairs = Pairs(left, right)

@@ -1,94 +1,23 @@
-"""Pair the module calls of two traces: by path and occurrence, then by structure where names changed."""
+"""Pair the module calls of two traces: by path and occurrence, then by what they are where names changed."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
 
-from opdrift.align.sequence import Level, refine
-from opdrift.contents import Contents
-from opdrift.records import Call
-from opdrift.tokens import Words, mix, word
+from opdrift.align.segments import Groups
+from opdrift.align.sequence import Level, increasing, refine
+from opdrift.align.tree import CallTree
+from opdrift.tokens import Words, mix
 from opdrift.tracefile.reader import Ints, Trace
 
 Maps = Sequence[tuple[str, str]]
 #: Paths of the other side must explain at least this part of the paths for a prefix to be assumed.
 _PREFIX_SHARE: Final = 0.8
-
-
-def home_calls(trace: Trace) -> Ints:
-    """The call each op belongs to; a backward op belongs to the call of its forward op.
-
-    The autograd node of an op is created before the op is dispatched, so the op recorded the number
-    after its node's.
-    """
-    ops = trace.ops
-    home = ops.call.copy()
-    backward = np.flatnonzero((ops.phase == 1) & (ops.node < np.iinfo(np.int64).max))
-    forward = np.flatnonzero((ops.phase == 0) & (ops.node > 0))
-    if not len(backward) or not len(forward):
-        return home
-    number, first = np.unique(ops.node[forward], return_index=True)
-    place = np.minimum(np.searchsorted(number, ops.node[backward] + 1), len(number) - 1)
-    joined = number[place] == ops.node[backward] + 1
-    home[backward[joined]] = ops.call[forward[first[place[joined]]]]
-    return home
-
-
-class CallTree:
-    """The calls of one trace with what is needed to recognise them."""
-
-    def __init__(self, contents: Contents, rename: Callable[[str], str]) -> None:
-        self._contents = contents
-        self.calls: Sequence[Call] = contents.trace.calls
-        self.paths = ["", *(rename(call.path) for call in self.calls[1:])]
-        self.home = home_calls(contents.trace)
-        self.children: dict[int, list[int]] = defaultdict(list)
-        for call in self.calls[1:]:
-            self.children[call.parent].append(call.id)
-
-    @cached_property
-    def structure(self) -> list[int]:
-        """A word for the ops with their layouts in each call and below."""
-        return self._subtree(self._contents.tokens.shape.all)
-
-    @cached_property
-    def names(self) -> list[int]:
-        """A word for the names of the ops in each call and below."""
-        return self._subtree(self._contents.tokens.name.all)
-
-    @cached_property
-    def values(self) -> list[int]:
-        """A word for what the ops in each call and below returned."""
-        outputs = self._contents.trace.ops.outputs
-        contents = self._contents.by_place[outputs.values]
-        padded = np.concatenate([contents, np.zeros(1, np.uint64)])
-        starts = outputs.offsets[:-1]
-        summed = np.add.reduceat(padded, starts) if len(starts) else padded[:0]
-        empty = np.diff(outputs.offsets) == 0
-        return self._subtree(np.where(empty, np.uint64(1), summed))
-
-    def _subtree(self, words: Words) -> list[int]:
-        own = self._direct(words)
-        for call in reversed(self.calls[1:]):
-            own[call.parent] = hash((own[call.parent], own[call.id]))
-        return own
-
-    def _direct(self, words: Words) -> list[int]:
-        """A word for the ops of each call alone; their order counts."""
-        order = np.argsort(self.home, kind="stable")
-        home = self.home[order]
-        found = np.zeros(len(self.calls), np.uint64)
-        if len(order):
-            starts = np.flatnonzero(np.concatenate([[True], home[1:] != home[:-1]]))
-            lengths = np.diff(np.concatenate([starts, [len(order)]]))
-            within = (np.arange(len(order)) - np.repeat(starts, lengths)).astype(np.uint64)
-            found[home[starts]] = np.add.reduceat(mix(words[order], within), starts)
-        return [int(w) for w in found]
 
 
 def rename(maps: Maps) -> Callable[[str], str]:
@@ -107,14 +36,18 @@ def rename(maps: Maps) -> Callable[[str], str]:
     return apply
 
 
-def wrapper_prefix(left: Sequence[Call], right: Sequence[Call]) -> tuple[str, str] | None:
+def paths_of(trace: Trace) -> set[str]:
+    """The paths of all modules that were called."""
+    return {trace.call_name(path)[0] for path in np.unique(trace.call_columns.path[1:]).tolist()}
+
+
+def wrapper_prefix(left: Trace, right: Trace) -> tuple[str, str] | None:
     """A prefix that all paths of one side carry and those of the other do not, as a map; None if there is none.
 
     Where one run wraps its model (`module.` of data parallelism), its paths are those of the other with a
     prefix.
     """
-    a = {call.path for call in left[1:]}
-    b = {call.path for call in right[1:]}
+    a, b = paths_of(left), paths_of(right)
     if not a or not b or len(a & b) * 2 > min(len(a), len(b)):
         return None
     forward = _common_prefix(a, b)
@@ -140,96 +73,194 @@ def _common_prefix(plain: set[str], prefixed: set[str]) -> str | None:
 
 def match_calls(left: CallTree, right: CallTree) -> Ints:
     """The right call of each left call; -1 where there is none."""
-    found = np.full(len(left.calls), -1, np.int64)
-    taken = np.zeros(len(right.calls), np.bool_)
-
-    def pair(i: int, j: int) -> None:
-        found[i], taken[j] = j, True
-        work.append((i, j))
-
-    work: list[tuple[int, int]] = []
-    pair(0, 0)
-    while work:
-        while work:
-            i, j = work.pop()
-            _match_children(left, right, left.children.get(i, []), right.children.get(j, []), pair)
-        # A module that moved below another parent is still found by its path.
-        rest_left = [c.id for c in left.calls if found[c.id] < 0]
-        rest_right = [c.id for c in right.calls if not taken[c.id]]
-        shared = {left.paths[i] for i in rest_left} & {right.paths[j] for j in rest_right}
-        if shared:
-            path = left.paths[next(i for i in rest_left if left.paths[i] in shared)]
-            group = [i for i in rest_left if left.paths[i] == path]
-            other = [j for j in rest_right if right.paths[j] == path]
-            _match_repeated(left, right, group, other, pair)
-    return found
+    return _Matching(left, right).run()
 
 
-def _match_children(
-    left: CallTree, right: CallTree, a: list[int], b: list[int], pair: Callable[[int, int], None]
-) -> None:
-    """Pair calls below one pair of parents: equal paths by occurrence, the rest by structure."""
-    groups: dict[str, tuple[list[int], list[int]]] = {}
-    for i in a:
-        groups.setdefault(left.paths[i], ([], []))[0].append(i)
-    for j in b:
-        groups.setdefault(right.paths[j], ([], []))[1].append(j)
-    rest: tuple[list[int], list[int]] = ([], [])
-    for group, other in groups.values():
-        if group and other:
-            _match_repeated(left, right, group, other, pair)
-        rest[0].extend(group if not other else ())
-        rest[1].extend(other if not group else ())
-    if rest[0] and rest[1]:
-        _match_renamed(left, right, sorted(rest[0]), sorted(rest[1]), pair)
+class _Matching:
+    """Calls as they are paired, from the outermost inwards."""
 
+    def __init__(self, left: CallTree, right: CallTree) -> None:
+        self._left = left
+        self._right = right
+        self._found = np.full(len(left), -1, np.int64)
+        self._taken = np.zeros(len(right), np.bool_)
+        #: Pairs whose own calls are still to be paired; those that call the same modules, in bulk.
+        self._open: list[tuple[int, int]] = []
+        self._alike: list[tuple[int, int]] = []
 
-def _match_repeated(
-    left: CallTree, right: CallTree, a: list[int], b: list[int], pair: Callable[[int, int], None]
-) -> None:
-    """Pair calls of one path in order; where one side has more, by what they returned or did."""
-    if len(a) == len(b):
+    def run(self) -> Ints:
+        """Pair everything that can be paired."""
+        self._pair(0, 0)
+        self._inwards()
+        while self._moved():
+            pass
+        return self._found
+
+    def _pair(self, i: int, j: int) -> None:
+        self._found[i], self._taken[j] = j, True
+        alike = self._left.shape[i] == self._right.shape[j]
+        (self._alike if alike else self._open).append((i, j))
+
+    def _inwards(self) -> None:
+        while self._open:
+            i, j = self._open.pop()
+            self._children(self._left.children(i).tolist(), self._right.children(j).tolist())
+        # what two calls of the same modules in the same order call is paired in order, all of it
+        mine, theirs = (np.array([pair[side] for pair in self._alike], np.int64) for side in (0, 1))
+        self._alike.clear()
+        while len(mine := self._left.below(mine)):
+            theirs = self._right.below(theirs)
+            self._found[mine], self._taken[theirs] = theirs, True
+
+    def _moved(self) -> bool:
+        """Pair calls that are left over on both sides by their paths: a module below another parent."""
+        left, right = self._left, self._right
+        rest = np.flatnonzero(self._found < 0), np.flatnonzero(~self._taken)
+        groups = Groups.of(_numbers(left.path[rest[0]])), Groups.of(_numbers(right.path[rest[1]]))
+        shared = groups[1].find(groups[0].keys)
+        both = np.flatnonzero(shared >= 0)
+        # the outermost, which are the earliest, first: they bring theirs with them
+        for number in both[np.argsort(groups[0].order[groups[0].offsets[both]])].tolist():
+            mine = [i for i in rest[0][groups[0].rows(number)].tolist() if self._found[i] < 0]
+            other = rest[1][groups[1].rows(int(shared[number]))].tolist()
+            theirs = [j for j in other if not self._taken[j]]
+            if mine and theirs:
+                self._repeated(mine, theirs)
+                self._inwards()
+        return len(both) > 0
+
+    # ---- the calls of one pair -------------------------------------------------------------------------
+
+    def _children(self, a: list[int], b: list[int]) -> None:
+        """Pair calls below one pair of parents: equal paths by occurrence, the rest by what they are."""
+        if not a or not b:
+            return
+        left, right = self._left, self._right
+        if np.array_equal(left.path[a], right.path[b]):
+            self._in_turn(a, b)
+            return
+        for i, j in _renamed_by_weights(left, right, a, b):
+            self._pair(i, j)
+        groups: dict[int, tuple[list[int], list[int]]] = {}
+        for i, path in zip(a, left.path[a].tolist(), strict=True):
+            if self._found[i] < 0:
+                groups.setdefault(path, ([], []))[0].append(i)
+        for j, path in zip(b, right.path[b].tolist(), strict=True):
+            if not self._taken[j]:
+                groups.setdefault(path, ([], []))[1].append(j)
+        rest: tuple[list[int], list[int]] = ([], [])
+        for group, other in groups.values():
+            if group and other:
+                self._repeated(group, other)
+            rest[0].extend(group if not other else ())
+            rest[1].extend(other if not group else ())
+        if rest[0] and rest[1]:
+            self._renamed(sorted(rest[0]), sorted(rest[1]))
+
+    def _in_turn(self, a: list[int], b: list[int]) -> None:
         for i, j in zip(a, b, strict=True):
-            pair(i, j)
-        return
-    same = word("the same path")
-    levels = [
-        _level(left.values, right.values, a, b),
-        _level(left.structure, right.structure, a, b),
-        _level([same] * len(left.calls), [same] * len(right.calls), a, b),
-    ]
-    _pair_refined(levels, a, b, pair)
+            self._pair(i, j)
+
+    def _repeated(self, a: list[int], b: list[int]) -> None:
+        """Pair calls of one path in order; where one side has more, by what they returned or did.
+
+        What a backward pass makes once more is paired apart.
+        """
+        left, right = self._left, self._right
+        if len(a) == len(b):
+            self._in_turn(a, b)
+            return
+        first = [i for i in a if left.repeats[i] < 0], [j for j in b if right.repeats[j] < 0]
+        if first[0] and first[1] and len(first[0]) + len(first[1]) < len(a) + len(b):
+            again = [i for i in a if left.repeats[i] >= 0], [j for j in b if right.repeats[j] >= 0]
+            self._repeated(*first)
+            if again[0] and again[1]:
+                self._repeated(*again)
+            return
+        levels = [
+            Level(left.values[a], right.values[b]),
+            Level(left.structure[a], right.structure[b]),
+            Level(np.ones(len(a), np.uint64), np.ones(len(b), np.uint64)),
+        ]
+        self._refined(levels, a, b)
+
+    def _renamed(self, a: list[int], b: list[int]) -> None:
+        """Pair calls whose paths have no counterpart: by weights and results, then type and structure in order."""
+        left, right = self._left, self._right
+        known: list[tuple[int, int]] = []
+        for words in ((left.weights, right.weights), (left.values, right.values)):
+            done = {i for i, _ in known}, {j for _, j in known}
+            rest = [i for i in a if i not in done[0]], [j for j in b if j not in done[1]]
+            known += _once_in_both(words, *rest)
+        known.sort()
+        for i, j in known:
+            self._pair(i, j)
+        # those in an order that both runs share split what is left; modules may also run in another order
+        kept = increasing(np.array([j for _, j in known], np.int64)).tolist() if known else []
+        fixed = dict(known[k] for k in kept)
+        loose = {i for i, _ in known if i not in fixed}, {j for i, j in known if i not in fixed}
+        a, b = [i for i in a if i not in loose[0]], [j for j in b if j not in loose[1]]
+        levels = [
+            Level(*_anchors(fixed, a, b), anchored=True),
+            Level(mix(left.structure[a], left.type[a]), mix(right.structure[b], right.type[b])),
+            Level(mix(left.names[a], left.type[a]), mix(right.names[b], right.type[b])),
+            Level(left.names[a], right.names[b]),
+        ]
+        self._refined(levels, a, b)
+
+    def _refined(self, levels: list[Level], a: list[int], b: list[int]) -> None:
+        refined = refine(levels)
+        for i, j in zip(refined.left.tolist(), refined.right.tolist(), strict=True):
+            if self._found[a[i]] < 0:
+                self._pair(a[i], b[j])
 
 
-def _match_renamed(
-    left: CallTree, right: CallTree, a: list[int], b: list[int], pair: Callable[[int, int], None]
-) -> None:
-    """Pair calls whose paths have no counterpart: by result, then type and structure, in order."""
-    types = [word(c.type) for c in left.calls], [word(c.type) for c in right.calls]
-    levels = [
-        _level(left.values, right.values, a, b),
-        _level(_joined(left.structure, types[0]), _joined(right.structure, types[1]), a, b),
-        _level(_joined(left.names, types[0]), _joined(right.names, types[1]), a, b),
-        _level(left.names, right.names, a, b),
-    ]
-    _pair_refined(levels, a, b, pair)
+def _renamed_by_weights(
+    left: CallTree, right: CallTree, a: list[int], b: list[int]
+) -> list[tuple[int, int]]:
+    """Pairs of calls that exchanged or shifted their names, told by the weights that they read.
+
+    Names are believed, unless following the weights instead pairs all calls in the order in which they
+    run, and the names do not: they pair across, or a side has calls that the other lacks. So weights that
+    were loaded into the wrong modules are still found there.
+    """
+    places = _places(left.path, a), _places(right.path, b)
+    named = sorted((i, places[1][p]) for p, i in places[0].items() if p in places[1])
+    mine, theirs = left.weights[a], right.weights[b]
+    if all(mine[i] == theirs[j] or not mine[i] or not theirs[j] for i, j in named):
+        return []
+    pairs = _once_in_both((left.weights, right.weights), a, b)
+    weighted = min(int(np.count_nonzero(mine)), int(np.count_nonzero(theirs)))
+    if len(pairs) < weighted or not _ascends(pairs):
+        return []
+    return pairs if len(a) != len(b) or not _ascends(named) else []
 
 
-def _pair_refined(
-    levels: list[Level], a: list[int], b: list[int], pair: Callable[[int, int], None]
-) -> None:
-    refined = refine(levels)
-    for i, j in zip(refined.left.tolist(), refined.right.tolist(), strict=True):
-        pair(a[i], b[j])
+def _places(words: Words, calls: list[int]) -> dict[int, int]:
+    """Where each word that one call of a list has stands in it."""
+    found: dict[int, int] = {}
+    for place, w in enumerate(words[calls].tolist()):
+        found[w] = -1 if w in found else place
+    return {w: place for w, place in found.items() if place >= 0}
 
 
-def _joined(first: list[int], second: list[int]) -> list[int]:
-    return [hash(both) for both in zip(first, second, strict=True)]
+def _once_in_both(words: tuple[Words, Words], a: list[int], b: list[int]) -> list[tuple[int, int]]:
+    """Calls with equal words that no other call of the list has, in the order of the left ones; 0 is no word."""
+    places = _places(words[0], a), _places(words[1], b)
+    return [(a[i], b[places[1][w]]) for w, i in places[0].items() if w and w in places[1]]
 
 
-def _level(left: list[int], right: list[int], a: list[int], b: list[int]) -> Level:
-    mask = (1 << 64) - 1
-    return Level(
-        np.array([left[i] & mask for i in a], np.uint64),
-        np.array([right[j] & mask for j in b], np.uint64),
-    )
+def _ascends(pairs: list[tuple[int, int]]) -> bool:
+    return all(x[1] < y[1] for x, y in pairwise(pairs))
+
+
+def _anchors(fixed: dict[int, int], a: list[int], b: list[int]) -> tuple[Words, Words]:
+    """Words that are equal for the pairs of `fixed` and for nothing else."""
+    taken = set(fixed.values())
+    left = [4 * fixed[i] if i in fixed else 4 * i + 1 for i in a]
+    right = [4 * j if j in taken else 4 * j + 2 for j in b]
+    return np.array(left, np.uint64), np.array(right, np.uint64)
+
+
+def _numbers(words: Words) -> Ints:
+    return words.view(np.int64)

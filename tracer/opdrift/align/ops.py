@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from opdrift.align.sequence import Level, Refined, Window, increasing, refine
+from opdrift.align.segments import Groups, spread
+from opdrift.align.sequence import Effort, Level, Refined, Window, increasing, refine
 from opdrift.contents import Contents
 from opdrift.tokens import Words, mix, word
 from opdrift.tracefile.reader import Ints
@@ -29,6 +31,7 @@ class Pairs:
     right_of: Ints = field(init=False)
     left_of: Ints = field(init=False)
     cut_short: tuple[int, int] | None = None
+    effort: Effort = field(default_factory=Effort)
 
     def __post_init__(self) -> None:
         self.right_of = np.full(len(self.left.trace.ops), -1, np.int64)
@@ -78,34 +81,34 @@ def within_scopes(pairs: Pairs, home: tuple[Ints, Ints], calls: Ints) -> None:
         home: The call of each op, per side.
         calls: The right call of each left call, -1 where there is none.
     """
-    left, right = _Segments(pairs.left, home[0]), _Segments(pairs.right, home[1])
-    whole: list[tuple[Ints, Ints]] = []
-    rest: list[tuple[Ints, Ints]] = []
-    for key in left.keys:
-        other = int(calls[key >> 1]) << 1 | key & 1
-        if calls[key >> 1] < 0 or other not in right:
-            continue
-        a, b = left.ops(key), right.ops(other)
-        same = len(a) == len(b) and left.word(key) == right.word(other)
-        (whole if same else rest).append((a, b))
-    if whole:
-        pairs.add(np.concatenate([a for a, _ in whole]), np.concatenate([b for _, b in whole]))
+    left, right = (
+        Groups.of(calls_of << 1 | side.trace.ops.phase)
+        for calls_of, side in zip(home, (pairs.left, pairs.right), strict=True)
+    )
+    words = left.words(pairs.left.tokens.full.all), right.words(pairs.right.tokens.full.all)
+    partner = calls[left.keys >> 1]
+    here = np.flatnonzero(partner >= 0)
+    there = right.find(partner[here] << 1 | left.keys[here] & 1)
+    here, there = here[there >= 0], there[there >= 0]
+    same = (left.lengths[here] == right.lengths[there]) & (words[0][here] == words[1][there])
+    pairs.add(left.rows_of(here[same]), right.rows_of(there[same]))
     # inner calls have higher numbers: what they return helps to pair the ops around them
-    for a, b in reversed(rest):
-        _in_order(pairs, a, b)
+    for a, b in zip(here[~same][::-1].tolist(), there[~same][::-1].tolist(), strict=True):
+        _in_order(pairs, left.rows(a), right.rows(b))
 
 
 def _in_order(pairs: Pairs, a: Ints, b: Ints) -> None:
     """Pair two lists of ops of one scope: by result, by what feeds them, then by name."""
-    pairs.add_refined(refine([_by_result(pairs, a, b)]), a, b, _WEAK_IN_SCOPE)
+    pairs.add_refined(refine([_by_result(pairs, a, b)], effort=pairs.effort), a, b, _WEAK_IN_SCOPE)
     count = 0
     for _ in range(_ROUNDS):
-        found = refine([_known(pairs, a, b), _by_inputs(pairs, a, b)])
+        found = refine([_known(pairs, a, b), _by_inputs(pairs, a, b)], effort=pairs.effort)
         pairs.add_refined(found, a, b, _WEAK_IN_SCOPE)
         if len(found.left) == count:
             break
         count = len(found.left)
-    pairs.add_refined(refine([_known(pairs, a, b), *_by_name(pairs, a, b)]), a, b, _WEAK_IN_SCOPE)
+    levels = [_known(pairs, a, b), *_by_name(pairs, a, b)]
+    pairs.add_refined(refine(levels, effort=pairs.effort), a, b, _WEAK_IN_SCOPE)
 
 
 def across_scopes(pairs: Pairs) -> None:
@@ -122,42 +125,7 @@ def across_scopes(pairs: Pairs) -> None:
     windows = [Window(int(a0), int(a1), int(b0), int(b1)) for a0, a1, b0, b1 in stretches]
     if windows:
         levels = [_by_result(pairs, a, b), *_by_name(pairs, a, b)]
-        pairs.add_refined(refine(levels, windows), a, b, _WEAK_ACROSS)
-
-
-class _Segments:
-    """The ops of each call and phase, in order; a key is call * 2 + phase."""
-
-    def __init__(self, contents: Contents, home: Ints) -> None:
-        key = home << 1 | contents.trace.ops.phase
-        self._order = np.argsort(key, kind="stable")
-        grouped = key[self._order]
-        self._at: dict[int, tuple[int, int, int]] = {}
-        if not len(key):
-            return
-        starts = np.flatnonzero(np.concatenate([[True], grouped[1:] != grouped[:-1]]))
-        ends = np.concatenate([starts[1:], [len(key)]])
-        within = (np.arange(len(key)) - np.repeat(starts, ends - starts)).astype(np.uint64)
-        words = np.add.reduceat(mix(contents.tokens.full[self._order], within), starts)
-        for k, start, end, word_ in zip(grouped[starts], starts, ends, words, strict=True):
-            self._at[int(k)] = int(start), int(end), int(word_)
-
-    def __contains__(self, key: int) -> bool:
-        return key in self._at
-
-    @property
-    def keys(self) -> list[int]:
-        """Keys, ascending."""
-        return list(self._at)
-
-    def ops(self, key: int) -> Ints:
-        """Op indexes."""
-        start, end, _ = self._at[key]
-        return self._order[start:end]
-
-    def word(self, key: int) -> int:
-        """A word for the signatures of the ops in order."""
-        return self._at[key][2]
+        pairs.add_refined(refine(levels, windows, effort=pairs.effort), a, b, _WEAK_ACROSS)
 
 
 # ---- by what ops are recognised ------------------------------------------------------------------------
@@ -194,24 +162,39 @@ def _results(contents: Contents, ops: Ints, side: str) -> Words:
 
 def _by_inputs(pairs: Pairs, a: Ints, b: Ints) -> Level:
     """The same op on what pairs made."""
-    here = np.arange(len(pairs.right_of))
-    left = _sources(pairs.left, a, np.where(pairs.right_of >= 0, here, -1), "left")
-    return Level(left, _sources(pairs.right, b, pairs.left_of, "right"), anchored=True)
+
+    def left_number(op: Ints) -> Ints:
+        return np.where(pairs.right_of[op] >= 0, op, -1)
+
+    def right_number(op: Ints) -> Ints:
+        return pairs.left_of[op]
+
+    return Level(
+        _sources(pairs.left, a, left_number, "left"),
+        _sources(pairs.right, b, right_number, "right"),
+        anchored=True,
+    )
 
 
-def _sources(contents: Contents, ops: Ints, pair_of: Ints, side: str) -> Words:
-    """A word for op and inputs; `pair_of` gives each op that has a counterpart the same number on both sides.
+def _sources(contents: Contents, ops: Ints, number_of: Callable[[Ints], Ints], side: str) -> Words:
+    """A word for op and inputs.
 
     An input that no pair made counts by its content. One that nothing equals where no input is of a pair.
+
+    Args:
+        contents: The side's.
+        ops: Its ops.
+        number_of: Gives each op that has a counterpart the same number on both sides, and -1 to others.
+        side: Its name.
     """
     inputs = contents.trace.ops.inputs
     lengths = inputs.offsets[ops + 1] - inputs.offsets[ops]
     if not lengths.sum():
         return _nothing(ops, side)
-    within = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    values = inputs.values[np.repeat(inputs.offsets[ops], lengths) + within]
+    within = spread(np.zeros(len(ops), np.int64), lengths)
+    values = inputs.values[spread(inputs.offsets[ops], lengths)]
     maker = contents.maker[values]
-    pair = np.where(maker >= 0, pair_of[maker], -1)
+    pair = np.where(maker >= 0, number_of(maker), -1)
     known = mix(
         (pair + 1).astype(np.uint64), np.maximum(contents.root_slot[values], 0).astype(np.uint64)
     )

@@ -12,6 +12,10 @@ from opdrift.tracefile.reader import Ints
 
 #: Windows of at most this many cells are searched for the longest common subsequence.
 SEARCHED_CELLS: Final = 250_000
+#: All windows of an alignment together: a second or two. Programs that need more have little in common.
+ALL_CELLS: Final = 100 * SEARCHED_CELLS
+#: Windows of at most this many words are held against each other as sets first.
+_SHORT: Final = 1000
 #: Lengths of the runs that may serve as anchors where single words repeat.
 _RUNS: Final = (1, 4, 16, 64)
 
@@ -43,6 +47,20 @@ class Matches:
         return left[order], right[order]
 
 
+@dataclass(slots=True)
+class Effort:
+    """How many cells may still be searched, over all windows together."""
+
+    cells: int = ALL_CELLS
+
+    def take(self, cells: int) -> bool:
+        """Whether a window of this size is searched."""
+        if cells > min(SEARCHED_CELLS, self.cells):
+            return False
+        self.cells -= cells
+        return True
+
+
 @dataclass(frozen=True, slots=True)
 class Window:
     """A stretch of both sequences that is still to be paired."""
@@ -53,7 +71,9 @@ class Window:
     right_end: int
 
 
-def match(left: Words, right: Words, *, anchored: bool = False) -> Matches:
+def match(
+    left: Words, right: Words, *, anchored: bool = False, effort: Effort | None = None
+) -> Matches:
     """Pair positions of equal words so that the pairs keep their order.
 
     Near linear: equal ends are cut off; words (then runs of words) that occur once on each side split
@@ -64,22 +84,25 @@ def match(left: Words, right: Words, *, anchored: bool = False) -> Matches:
         left: Words of the left sequence.
         right: Words of the right sequence.
         anchored: Pair words only where they occur once on each side of a window, or stand at its ends.
+        effort: What may be spent on searching; enough for any one sequence if not given.
     """
     found = Matches()
+    effort = effort or Effort()
     stack = [Window(0, len(left), 0, len(right))]
     while stack:
         window = _without_equal_ends(stack.pop(), left, right, found)
         rows, columns = window.left_end - window.left, window.right_end - window.right
         if not rows or not columns:
             continue
-        anchors = _anchors(
-            left[window.left : window.left_end], right[window.right : window.right_end], anchored
-        )
+        a, b = left[window.left : window.left_end], right[window.right : window.right_end]
+        if rows + columns <= _SHORT and set(a.tolist()).isdisjoint(b.tolist()):
+            continue  # the most frequent case, and ten times faster than to look for anchors
+        anchors = _anchors(a, b, anchored)
         if anchors is not None:
             stack += _split(window, anchors[0], anchors[1])
         elif anchored:
             continue
-        elif rows * columns <= SEARCHED_CELLS:
+        elif effort.take(rows * columns):
             _longest_common(window, left, right, found)
         else:
             found.cut_short = max(found.cut_short or (0, 0), (rows, columns))
@@ -259,13 +282,17 @@ class Refined:
     cut_short: tuple[int, int] | None
 
 
-def refine(levels: list[Level], windows: list[Window] | None = None) -> Refined:
+def refine(
+    levels: list[Level], windows: list[Window] | None = None, *, effort: Effort | None = None
+) -> Refined:
     """Pair by the first level, then what it left open, window by window, by the next ones.
 
     Args:
         levels: From strict to loose.
         windows: Stretches to pair, in order and apart; the whole sequences if not given.
+        effort: As in `match`.
     """
+    effort = effort or Effort()
     if windows is None:
         windows = [Window(0, len(levels[0].left), 0, len(levels[0].right))]
     lefts: list[Ints] = []
@@ -279,6 +306,7 @@ def refine(levels: list[Level], windows: list[Window] | None = None) -> Refined:
                 level.left[window.left : window.left_end],
                 level.right[window.right : window.right_end],
                 anchored=level.anchored,
+                effort=effort,
             )
             i, j = found.sorted()
             lefts.append(i + window.left)
