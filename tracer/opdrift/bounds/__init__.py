@@ -11,8 +11,10 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
+from opdrift.bounds.depth import grown
 from opdrift.bounds.formulas import gives_mean, mean_intermediate, mean_order
 from opdrift.bounds.gains import sum_gain
+from opdrift.bounds.precision import ROUNDOFF, Precision, product_precision, setting_of
 from opdrift.bounds.products import product
 from opdrift.bounds.table import FAMILIES, Family, family_of
 from opdrift.bounds.view import TINY, Operand, OpView, OpViews
@@ -26,9 +28,12 @@ __all__ = [
     "OpView",
     "OpViews",
     "Operand",
+    "arithmetic",
     "explained",
     "gain_limit",
+    "grown",
     "is_discrete",
+    "precision_of",
 ]
 
 #: Safety over the worst ratio that was measured (1.17 in float32; 0.9 and 0.6 in 16 bits).
@@ -48,7 +53,8 @@ class Bound:
     Attributes:
         tight: Another order of the same arithmetic, with the same intermediates.
         loose: An intermediate was rounded to the output's dtype by one form only; equal to `tight`
-            in float32 and wider.
+            in float32 and wider, but where one side may have rounded the factors of a float32
+            product to TF32 or bfloat16.
         conditioning: ||A|| ||B|| / ||C|| of matmul-like ops.
         family: Which rule; None for an op that the table does not know.
         exact: Equal inputs give equal bits: any difference is an origin.
@@ -119,6 +125,28 @@ def gain_limit(op: OpView, output: int = 0) -> Gain:
     return Gain(max(family.gain(op, output), 1.0), family.cap, family.discrete)
 
 
+def precision_of(op: OpView, output: int = 0) -> Precision:
+    """In which precision the float32 products of an op may be computed; "ieee" for an op without any."""
+    setting = setting_of(family_of(op), op.base_name)
+    meta = op.output_metas[output]
+    if setting is None or meta.dtype not in _SINGLE:
+        return "ieee"
+    return product_precision(meta.device, setting, op.setting)
+
+
+def arithmetic(op: OpView, output: int = 0) -> str:
+    """In what an op computes, in words: `bfloat16`, `float32`, `float32, TF32 off`.
+
+    TF32 is named where it is a question: for products of float32 on CUDA, and wherever factors are narrowed.
+    """
+    meta = op.output_metas[output]
+    narrow = precision_of(op, output)
+    if narrow != "ieee":
+        return f"{meta.dtype}, {'TF32' if narrow == 'tf32' else 'bfloat16 factors'} allowed"
+    asked = setting_of(family_of(op), op.base_name) is not None and meta.dtype in _SINGLE
+    return f"{meta.dtype}, TF32 off" if asked and meta.device.startswith("cuda") else meta.dtype
+
+
 def is_discrete(op: OpView) -> bool:
     """Whether the op's output jumps where its input crosses a threshold (comparisons, argmax, rounding)."""
     return family_of(op).discrete
@@ -141,7 +169,12 @@ def _ordered(family: Family, op: OpView, output: int) -> tuple[float, float]:
         return bound, bound
     d = _ACCUMULATOR * terms
     if dtype in _SINGLE:
-        return FLOAT32_SAFETY * d, FLOAT32_SAFETY * d
+        tight = FLOAT32_SAFETY * d
+        unit = ROUNDOFF[precision_of(op, output)]
+        if unit <= _ACCUMULATOR:
+            return tight, tight
+        # both round the factors alike, or one side's kernel does not round them at all
+        return tight, max(tight, LOOSE_SAFETY * 2 * unit * intermediate(op, output))
     unit = dtype_epsilon(dtype) / 2
     tight = d + math.sqrt(d * unit) + 2 * unit * _peak(result)
     loose = max(tight, 2 * unit * intermediate(op, output))

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
+from opdrift.picks.settings import Settings
 from opdrift.records import Argument, TensorArgument, TensorMeta
 from opdrift.tracefile.reader import Fingerprint, Trace
 
 #: Stands for the norm of an all-zero tensor, so that ratios are large instead of undefined.
 TINY = 1e-300
+
+
+def _no_setting(_name: str, default: Any) -> Any:
+    return default
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +35,7 @@ class OpView:
         mutated: How many of the outputs are written arguments.
         pointwise: torch tags the op as pointwise.
         reduction: torch tags the op as a reduction.
+        setting: Asks for a flag that was in force at the op, with a default.
     """
 
     name: str
@@ -40,6 +47,7 @@ class OpView:
     mutated: int = 0
     pointwise: bool = False
     reduction: bool = False
+    setting: Callable[[str, Any], Any] = _no_setting
 
     @property
     def base_name(self) -> str:
@@ -148,6 +156,7 @@ class OpViews:
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
+        self._settings = Settings(trace)
         values = trace.values
         known = np.flatnonzero(values.fingerprint >= 0)
         sizes = trace.fingerprints.n[values.fingerprint[known]]
@@ -171,6 +180,7 @@ class OpViews:
             mutated=op.mutated,
             pointwise=info.pointwise,
             reduction=info.reduction,
+            setting=self._settings.before(op.seq),
         )
 
     def statistics(self, value: int) -> Fingerprint | None:

@@ -204,7 +204,7 @@ def counted(count: int, noun: str) -> str:
 
 def scope(path: str) -> str:
     """A module path in words."""
-    return path or "the root module"
+    return f"module {path}" if path.isdecimal() else path or "the root module"
 
 
 def tally(items: Iterable[Any]) -> list[tuple[str, int]]:

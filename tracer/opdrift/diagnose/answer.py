@@ -12,8 +12,9 @@ from opdrift.align import Maps
 from opdrift.case import Case, build_case
 from opdrift.causes import Evidence, Shared, causes_of
 from opdrift.diagnose.divergences import divergence
-from opdrift.diagnose.grouping import grouped_leaves
+from opdrift.diagnose.grouping import by_setting, grouped_leaves
 from opdrift.diagnose.growth import growth_of
+from opdrift.diagnose.reach import reach_of
 from opdrift.diagnose.surroundings import (
     environment_of,
     notes_of,
@@ -80,6 +81,7 @@ def diagnose(
     final = _final(case, found)
     divergences = tuple(divergence(case, j.origin, j.size, j.causes[0], final) for j in judged)
     material = next((d for d in divergences if d.material), None)
+    reach = reach_of(case, final) if divergences and material is None else None
     return Diagnosis(
         verdict=_verdict(divergences),
         left=summary_of(left),
@@ -98,8 +100,12 @@ def diagnose(
             method=case.pairing.method,
             fallback_reason=_fallback(case, found),
         ),
-        growth=growth_of(case, sizes) if divergences else (),
-        notes=notes_of(case, found, samples=samples),
+        growth=growth_of(case, _origin_sizes(judged)) if divergences else (),
+        final_explained=reach.explained if reach is not None else None,
+        notes=(
+            *((reach.sentence,) if reach is not None else ()),
+            *notes_of(case, found, samples=samples),
+        ),
     )
 
 
@@ -138,7 +144,18 @@ def _judge(
     if all(not j.size.material for j in origins):
         # with a material origin upstream, a large difference further down is no news
         origins += [judge(o) for o in _amplified(case, received)]
-    return origins
+    return by_setting(case, origins, lambda j, ops: replace(j, origin=replace(j.origin, alike=ops)))
+
+
+def _origin_sizes(judged: Sequence[Judged]) -> dict[int, float]:
+    """Left op index -> relative difference, of the origins that are ops."""
+    found: dict[int, float] = {}
+    for each in judged:
+        op, gap = each.origin.op.left, each.size.difference
+        size = gap.relative if gap is not None else None
+        if each.origin.kind in ("op", "structure") and op is not None and size:
+            found[op] = max(found.get(op, 0.0), size)
+    return found
 
 
 def _amplified(case: Case, received: Sequence[Received]) -> list[Origin]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from opdrift.bounds import arithmetic
 from opdrift.case import Case, Side
 from opdrift.causes.evidence import Evidence, Shared
 from opdrift.causes.kernels import kernel_picks
@@ -54,7 +55,20 @@ def divergence(
         tensors=Sides(_meta(case.left, values.left), _meta(case.right, values.right)),
         members=(*origin.names[1:], *origin.alike),
         how=gap.how if gap is not None else None,
+        arithmetic=_arithmetic(case, origin),
     )
+
+
+def _arithmetic(case: Case, origin: Origin) -> str | None:
+    """What the op of an origin computes in, both sides named where they differ."""
+    if origin.kind in ("leaf", "hidden-write"):
+        return None
+    found = []
+    for side, op in ((case.left, origin.op.left), (case.right, origin.op.right)):
+        if op is not None and len(side.trace.ops.outputs[op]):
+            slot = min(origin.slot or 0, len(side.trace.ops.outputs[op]) - 1)
+            found.append(arithmetic(side.views[op], slot))
+    return " against ".join(dict.fromkeys(found)) or None
 
 
 def _place(case: Case, origin: Origin) -> tuple[Side, int] | None:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Final
 
 import numpy as np
 
 from opdrift.case import Case
-from opdrift.receivers import Received
+from opdrift.receivers import receive
 from opdrift.records import GrowthPoint
 
 #: More stretches than this are merged, for people.
 _POINTS: Final = 48
 
 
-def growth_of(case: Case, sizes: Sequence[Received]) -> tuple[GrowthPoint, ...]:
-    """One point for each stretch of the left run that lies in one top-level part of the model."""
+def growth_of(case: Case, origins: Mapping[int, float]) -> tuple[GrowthPoint, ...]:
+    """One point for each stretch of the left run that lies in one top-level part of the model.
+
+    Args:
+        case: The comparison.
+        origins: Left op index -> relative difference of an origin there.
+    """
     trace = case.left.trace
     if not len(trace.ops):
         return ()
@@ -24,12 +29,21 @@ def growth_of(case: Case, sizes: Sequence[Received]) -> tuple[GrowthPoint, ...]:
     of_op = parts[case.left.home]
     starts = [0, *(np.flatnonzero(of_op[1:] != of_op[:-1]) + 1).tolist(), len(of_op)]
     differing = np.zeros(len(of_op) + 1, np.int64)
-    differing[1:][case.pairing.left[case.compared.outputs_differ]] = 1
-    total = np.cumsum(differing)
+    # a view computes nothing: what it looks at counts where it was made
+    rows = np.flatnonzero(
+        case.compared.outputs_differ & ~case.left.contents.tokens.view[case.pairing.left]
+    )
+    differing[1:][case.pairing.left[rows]] = 1
     largest = np.full(len(of_op), -1.0)
-    for received in sizes:
+    for op, size in origins.items():
+        largest[op] = size
+        differing[op + 1] = 1
+    total = np.cumsum(differing)
+    alone = np.cumsum(np.concatenate([[0], case.pairing.right_of < 0]))
+    for received in receive(case, rows):
         if received.after is not None:
-            largest[int(case.pairing.left[received.row])] = received.after
+            at = int(case.pairing.left[received.row])
+            largest[at] = max(largest[at], received.after)
     stretches = _merged([(starts[i], starts[i + 1]) for i in range(len(starts) - 1)])
     points = []
     for start, end in stretches:
@@ -41,6 +55,7 @@ def growth_of(case: Case, sizes: Sequence[Received]) -> tuple[GrowthPoint, ...]:
                 ops=end - start,
                 differing=int(total[end] - total[start]),
                 relative_difference=worst if worst >= 0 else None,
+                unpaired=int(alone[end] - alone[start]),
             )
         )
     return tuple(points)

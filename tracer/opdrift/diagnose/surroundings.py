@@ -114,10 +114,14 @@ def notes_of(case: Case, found: Found, *, samples: tuple[int, int] | None) -> tu
                 f"opdrift itself failed at {len(trace.footer.failures)} places while recording the {name} run"
             )
     if found.unused:
-        names = list(dict.fromkeys(a.name for a, _ in found.unused if a.name))
+        told = {name for origin in found.origins for name in origin.names}
+        names = list(
+            dict.fromkeys(a.name for a, _ in found.unused if a.name and a.name not in told)
+        )
         listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         if names:
-            notes.append(f"{listed} differ but have no part in a result that differs")
+            verbs = "differ but have" if len(names) > 1 else "differs but has"
+            notes.append(f"{listed} {verbs} no part in a result that differs")
     if samples is not None:
         notes.append(
             f"sample {samples[0]} against {samples[1]} was asked for, but single samples are not yet compared:"

@@ -113,7 +113,7 @@ def card(first: Divergence, *, module_type: str | None = None) -> list[Field]:
         fields.append(_inputs(first))
     fields.append(
         Field(
-            "output" if first.kind in ("op", "structure") else "value",
+            {"op": "output", "structure": "result"}.get(first.kind, "value"),
             tuple(_difference(first)),
             _tone(first),
         )
@@ -190,7 +190,12 @@ def _difference(first: Divergence) -> Iterator[str]:
         yield f"{which}another layout: left {side(layout.left)}, right {side(layout.right)}"
         yield from _details(first)
         return
-    yield which + _relative(first)
+    if first.nonfinite.left != first.nonfinite.right:
+        # what is finite on both sides may lie close together: that must not come first
+        yield f"{which}NaN or infinite: left {side(first.nonfinite.left)}, right {side(first.nonfinite.right)}"
+        yield f"where both are finite: {_relative(first)}"
+    else:
+        yield which + _relative(first)
     details = list(_details(first))
     if details:
         yield "; ".join(details)
@@ -224,11 +229,12 @@ def _relative(first: Divergence) -> str:
         )
     if bound >= 1:
         return f"{said}; cancellation: size tells nothing here"
+    within = f" in {first.arithmetic}" if first.arithmetic else ""
     if not first.material:
-        return f"{said}; rounding explains up to {size(bound)}"
+        return f"{said}; rounding explains up to {size(bound)}{within}"
     if first.relative_difference > bound:
-        return f"{said}; rounding explains only {size(bound)}"
-    return f"{said}; small enough for rounding (up to {size(bound)}), but see the cause"
+        return f"{said}; rounding explains only {size(bound)}{within}"
+    return f"{said}; small enough for rounding (up to {size(bound)}{within}), but see the cause"
 
 
 def _norms(distance: float, bound: float | None) -> str:
@@ -255,15 +261,20 @@ def _details(first: Divergence) -> Iterator[str]:
             "" if first.how == "exact" else " in the samples"
         )
     nonfinite = first.nonfinite
-    if nonfinite.left or nonfinite.right:
+    if nonfinite.left and nonfinite.left == nonfinite.right:
         yield f"NaN or infinite: left {side(nonfinite.left)}, right {side(nonfinite.right)}"
     if first.final_relative_difference is not None:
         yield f"becomes {size(first.final_relative_difference)} at the run's output"
 
 
+_UNKNOWN_PICKS = 'unknown on both sides; opdrift.record(kernels="full") records what ran'
+
+
 def _kernels(first: Divergence) -> Iterator[Field]:
     left, right, op = first.kernel.left, first.kernel.right, first.op
     if left is None and right is None:
+        if first.kind == "op" and first.conditioning is not None:
+            yield Field("kernel", (_UNKNOWN_PICKS,))
         return
     if (
         left is not None
@@ -393,7 +404,23 @@ def earlier(diagnosis: Diagnosis) -> str | None:
 
 
 def other_causes(diagnosis: Diagnosis) -> list[Cause]:
-    """Causes of the whole comparison that the card has not said yet."""
+    """Causes of the whole comparison that the card has not said yet.
+
+    Where the card's cause is certain, further guesses about the same divergence only distract; and that the
+    runs do different things is what its first line says of a structure.
+    """
     shown = focus(diagnosis)
-    said = shown.cause.slug if shown is not None else None
-    return [c for c in diagnosis.causes if c.slug != said]
+    if shown is None:
+        return list(diagnosis.causes)
+    elsewhere = {o.cause.slug for o in diagnosis.origins if o != shown}
+    return [
+        c
+        for c in diagnosis.causes
+        if c.slug != shown.cause.slug and (c.slug in elsewhere or not _redundant(c, shown))
+    ]
+
+
+def _redundant(further: Cause, shown: Divergence) -> bool:
+    if further.slug == "structure" and shown.kind == "structure":
+        return True
+    return further.confidence == "possible" and shown.cause.confidence == "certain"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from opdrift.records import GrowthPoint
-from opdrift.render.words import cell
+from opdrift.render.words import cell, size
 
 #: A training run passes each module many times; more rows than this are no longer read.
 ROWS: Final = 15
@@ -29,12 +29,21 @@ class Stretch:
         ops: How many ops.
         differing: How many of them differ.
         largest: The largest relative difference, None where none is known.
+        unpaired: How many only the left run has.
     """
 
     place: str
     ops: int
     differing: int
     largest: float | None
+    unpaired: int = 0
+
+    @property
+    def said(self) -> str:
+        """The largest difference in words."""
+        if self.differing:
+            return "unknown" if self.largest is None else size(self.largest)
+        return "equal" if self.unpaired < self.ops else "left only"
 
 
 def stretches(points: Sequence[GrowthPoint]) -> list[Stretch]:
@@ -51,7 +60,13 @@ def stretches(points: Sequence[GrowthPoint]) -> list[Stretch]:
         )
         groups[at : at + 2] = [groups[at] + groups[at + 1]]
     return [
-        Stretch(_place(group), _ops(group), sum(p.differing for p in group), _largest(group))
+        Stretch(
+            _place(group),
+            _ops(group),
+            sum(p.differing for p in group),
+            _largest(group),
+            sum(p.unpaired for p in group),
+        )
         for group in groups
     ]
 

@@ -42,7 +42,7 @@ def safe(data: Any) -> Any:
 
 
 def diagnosis_object(diagnosis: Diagnosis) -> dict[str, Any]:
-    """The document's data; DESIGN 3.4 names the fields; `exact`, `growth`, `notes` and `ranks` are ours."""
+    """The document's data; DESIGN 3.4 names the fields; `exact`, `growth`, `final_explained`, `notes` and `ranks` are ours."""
     d = diagnosis
     return {
         "schema": DIAGNOSIS_SCHEMA,
@@ -73,9 +73,11 @@ def diagnosis_object(diagnosis: Diagnosis) -> dict[str, Any]:
                 "ops": g.ops,
                 "differing": g.differing,
                 "relative_difference": g.relative_difference,
+                "unpaired": g.unpaired,
             }
             for g in d.growth
         ],
+        "final_explained": d.final_explained,
         "notes": list(d.notes),
         "ranks": {str(rank): diagnosis_object(one) for rank, one in sorted(d.ranks.items())},
     }
@@ -124,6 +126,7 @@ def _divergence(d: Divergence | None) -> dict[str, Any] | None:
         "tensors": {"left": d.tensors.left, "right": d.tensors.right},
         "members": list(d.members),
         "how": d.how,
+        "arithmetic": d.arithmetic,
     }
 
 

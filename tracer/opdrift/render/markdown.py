@@ -142,7 +142,7 @@ def _facts(diagnosis: Diagnosis) -> Iterator[list[str]]:
                 code(g.place),
                 count(g.ops),
                 count(g.differing),
-                "=" if not g.differing else "?" if g.largest is None else size(g.largest),
+                g.said,
             )
             for g in stretches(diagnosis.growth)
         ]

@@ -7,6 +7,8 @@ import shlex
 from collections.abc import Mapping
 from typing import Final
 
+from rich.text import Text
+
 from opdrift.records import Diagnosis, Divergence, TraceSummary, Verdict
 from opdrift.render import card
 from opdrift.render.growth import stretches
@@ -196,21 +198,26 @@ def _growth(page: Page, diagnosis: Diagnosis) -> None:
     if not diagnosis.growth:
         return
     page.heading("largest relative difference along the run")
+    points = stretches(diagnosis.growth)
+    lonely = any(point.unpaired for point in points)
     columns = (
         Column("module", shorten=True),
         Column("ops", align="right", keep=3),
         Column("differ", align="right", keep=4),
+        *([Column("left only", align="right", keep=4)] if lonely else []),
         Column("largest", align="right", keep=8),
         Column("", keep=2),
     )
-    rows = []
-    for point in stretches(diagnosis.growth):
+    rows: list[tuple[str | Text, ...]] = []
+    for point in points:
         known = point.largest
-        largest = "=" if point.differing == 0 else "?" if known is None else size(known)
         drawn = page.text(
             bar(known, page.screen) if point.differing and known is not None else "", "bad"
         )
-        rows.append((point.place, count(point.ops), count(point.differing), largest, drawn))
+        alone = [count(point.unpaired) if point.unpaired else ""] if lonely else []
+        rows.append(
+            (point.place, count(point.ops), count(point.differing), *alone, point.said, drawn)
+        )
     page.table(columns, rows)
 
 

@@ -65,8 +65,8 @@ def name(text: str) -> str:
 
 
 def scope(path: str) -> str:
-    """A module path; the root module, whose path is empty, gets a word."""
-    return name(path) if path else "the root module"
+    """A module path; the root module, whose path is empty, gets a word, and so does a mere number."""
+    return (f"module {path}" if path.isdecimal() else name(path)) if path else "the root module"
 
 
 def cell(path: str) -> str:
