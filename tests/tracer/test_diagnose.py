@@ -42,20 +42,39 @@ def test_equal_runs_are_identical():
     assert (found.verdict, found.first, found.origins, found.causes) == ("identical", None, (), ())
 
 
-@pytest.mark.parametrize("calls", [(3, 2), (2, 3)])
-def test_a_run_that_ends_early_is_not_identical(calls: tuple[int, int]):
-    """What both runs returned is equal, and one of them lacks a result."""
+def calls(number: int, *, kept: bool, exception: str | None = None) -> Trace:
+    """So many calls on inputs of their own."""
+    build = Builder(exception=exception)
+    for i in range(number):
+        y = build.op("relu", build.leaf(f"x{i}", kind="input"))
+        build.output(y)
+        if kept:
+            build.alive(y)
+    return build.build()
 
-    def run(number: int) -> Trace:
-        build = Builder()
-        for i in range(number):
-            x = build.leaf(f"x{i}", kind="input")
-            build.output(build.op("relu", x))
-        return build.build()
 
-    found = diff(run(calls[0]), run(calls[1]))
+@pytest.mark.parametrize("numbers", [(3, 2), (2, 3)])
+def test_a_run_that_ends_early_is_not_identical(numbers: tuple[int, int]):
+    """What both runs returned is equal, and one of them lacks a result that the other kept."""
+    found = diff(calls(numbers[0], kept=True), calls(numbers[1], kept=True))
 
     assert (found.verdict, first(found).kind) == ("diverged", "structure")
+
+
+@pytest.mark.parametrize("numbers", [(3, 2), (2, 3)])
+def test_a_result_that_a_run_threw_away_is_no_difference(numbers: tuple[int, int]):
+    """A warm-up, or a call for its side effects, before or after what both runs returned."""
+    found = diff(calls(numbers[0], kept=False), calls(numbers[1], kept=False))
+
+    assert found.verdict == "identical"
+
+
+def test_a_run_that_raised_lacks_every_result_it_did_not_come_to():
+    """Thrown away or not: the exception is what differs."""
+    found = diff(calls(3, kept=False), calls(2, kept=False, exception="ValueError: no such key"))
+
+    assert (found.verdict, first(found).kind) == ("diverged", "structure")
+    assert "the right run ended with ValueError: no such key" in first(found).cause.summary
 
 
 def test_an_extra_op_on_the_right_does_not_hide_a_later_divergence():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,21 +51,22 @@ def _named(compared: Compared, left: LeafTable, right: LeafTable) -> list[Sink]:
     found: list[Sink] = []
     kinds: tuple[LeafKind, ...] = ("output", "gradient", "parameter", "buffer")
     words = compared.left.by_place, compared.right.by_place
+    raised = _raised(compared.left) or _raised(compared.right)
+    kept = (
+        _kept(compared.left, left, everything=raised),
+        _kept(compared.right, right, everything=raised),
+    )
     for kind in kinds:
         a, b = _by_name(left.outputs, kind), _by_name(right.outputs, kind)
         rest: tuple[list[Leaf], list[Leaf]] = ([], [])
-        # per name that both runs have: the first results that were matched
-        begun: dict[str, tuple[int, int]] = dict.fromkeys(a.keys() & b.keys(), (0, 0))
         for name in dict.fromkeys([*a, *b]):
             pairs, *over = match_rows(a.get(name, ()), b.get(name, ()), words)
-            if pairs:
-                begun[name] = min(x.seq for x, _ in pairs), min(y.seq for _, y in pairs)
             found += [_sink(compared, kind, name, x.value, y.value) for x, y in pairs]
             rest[0].extend(over[0])
             rest[1].extend(over[1])
         if kind in ("parameter", "buffer"):
             rest = _with_entries(compared, kind, rest, (left, right), found)
-        found += _renamed(compared, kind, rest, begun)
+        found += _renamed(compared, kind, rest, kept)
     return found
 
 
@@ -118,13 +119,13 @@ def _renamed(
     compared: Compared,
     kind: LeafKind,
     rest: tuple[list[Leaf], list[Leaf]],
-    begun: Mapping[str, tuple[int, int]],
+    kept: tuple[set[int], set[int]],
 ) -> list[Sink]:
     """Results without a namesake: matched by the pair that made them, then by content, then in order.
 
-    What only one run returned under a name of its own is no difference of the other, nor is what it
-    returned before the results that both have (a warm-up). Another result after those is one: the other
-    run lacks a call. So is a gradient.
+    Another result that only one run has counts if the run kept it to its end: the other run lacks it. What
+    was thrown away, such as the result of a warm-up, before the others or after them, is no difference. A
+    gradient always counts, and everything does where a run raised.
     """
     found: list[Sink] = []
     left, right = list(rest[0]), list(rest[1])
@@ -150,12 +151,26 @@ def _renamed(
     ]
     for side, leaves in enumerate((left[both:], right[both:])):
         for leaf in leaves:
-            if kind == "gradient" or leaf.seq > begun.get(leaf.name, (leaf.seq, leaf.seq))[side]:
+            storage = (compared.left, compared.right)[side].trace.values.storage
+            if kind == "gradient" or int(storage[leaf.value]) in kept[side]:
                 own: tuple[int | None, int | None] = (
                     (leaf.value, None) if side == 0 else (None, leaf.value)
                 )
                 found.append(Sink(leaf.name, kind, own[0], own[1], differs=True))
     return found
+
+
+def _kept(contents: Contents, table: LeafTable, *, everything: bool) -> set[int]:
+    """Storages of results that still lived when the run ended, or of all results."""
+    storage = contents.trace.values.storage
+    rows = [*table.alive, *table.outputs] if everything else table.alive
+    return {int(storage[leaf.value]) for leaf in rows}
+
+
+def _raised(contents: Contents) -> bool:
+    """Whether a run ended with an exception: what it did not come to is missing."""
+    footer = contents.trace.footer
+    return footer is not None and footer.ended == "raised"
 
 
 Keys = tuple[list[object], list[object]]

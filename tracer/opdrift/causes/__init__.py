@@ -45,6 +45,7 @@ CAUSES: Final[dict[str, Callable[[Evidence], Cause | None]]] = {
     "weights-exchanged": exchanged.weights_exchanged,
     "inplace": memory.inplace,
     "kv-cache": arguments.kv_cache,
+    "mask-exchanged": exchanged.mask_exchanged,
     "mask-on-one-side": masking.mask_on_one_side,
     "mask-decided-otherwise": masking.decided_otherwise,
     "mask-leaf": masking.mask_leaf,
@@ -65,6 +66,7 @@ CAUSES: Final[dict[str, Callable[[Evidence], Cause | None]]] = {
     "unseen-write": memory.unseen_write,
     "kernel": kernels.kernel,
     "environment": environment.environment,
+    "raised": structure.raised,
     "structure": structure.structure,
 }
 

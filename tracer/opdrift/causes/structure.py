@@ -6,7 +6,7 @@ from typing import Final
 
 from opdrift.case import Side
 from opdrift.causes.evidence import Evidence, cause, counted, op_names, scope, some
-from opdrift.records import Cause
+from opdrift.records import RAISED, Cause
 from opdrift.tokens import base
 
 _GATHERING: Final = frozenset(
@@ -118,6 +118,47 @@ def _bad_gathers(e: Evidence) -> Cause | None:
         ],
         "Wait for the gather before use, and gather again after the shards change; compare with offload and prefetch off.",
     )
+
+
+def raised(e: Evidence) -> Cause | None:
+    """A run ended with an exception, and lacks what the other went on to do."""
+    if e.origin.kind != "structure" or e.origin.story != "region" or e.origin.row >= 0:
+        return None
+    for n, (name, side, _) in enumerate(e.sides):
+        footer = side.trace.footer
+        other_name, other, _ = e.sides[1 - n]
+        if footer is None or footer.ended != "raised" or not len(side.trace.ops):
+            continue
+        if other.trace.footer is not None and other.trace.footer.ended == "raised":
+            continue
+        last = len(side.trace.ops) - 1
+        itself = bool(side.trace.ops.flags[last] & RAISED)
+        own = [op for op in e.ops_of(n) if op != last]
+        theirs = e.ops_of(1 - n)
+        if own and not itself:
+            continue
+        where = f"{'at' if itself else 'after'} {side.place(last)}"
+        return cause(
+            "structure",
+            "certain",
+            f"the {name} run ended with {footer.exception} {where}",
+            [
+                f"{name}: {_operands(side, last)}" if itself else "",
+                f"{name} only: {op_names(side, own)}" if own else "",
+                f"{other_name}: goes on with {op_names(other, theirs)}, from {other.place(theirs[0])}"
+                if theirs
+                else "",
+                f"up to there {counted(len(e.case.pairing.left), 'op')} of both runs are paired",
+            ],
+            f"Look at the exception first: nothing after it can be compared. Run the {name} program under a debugger at"
+            " that line, or compare the shapes and keys that it was given with those of the other run.",
+        )
+    return None
+
+
+def _operands(side: Side, op: int) -> str:
+    given = [str(side.trace.meta(int(v))) for v in side.trace.ops.inputs[op]]
+    return f"it was given {', '.join(given)}" if given else "it was given no tensors"
 
 
 def structure(e: Evidence) -> Cause | None:
