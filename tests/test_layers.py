@@ -28,7 +28,7 @@ LAYERS: tuple[tuple[int, str, str], ...] = (
         "batches buffers choices environment fingerprint imports memory neutral plans randomness rereading scopes sources spool storages values",
     ),
     (3, RECORDING, "mode naming options recorder"),
-    (2, READING, "align contents layouts tokens"),
+    (2, READING, "align components contents layouts tokens"),
     (3, READING, "bounds case compare flow leaves pairs picks provenance samples settings sinks"),
     (4, READING, "causes findings foreign origins receivers sizes"),
     (5, READING, "diagnose"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast, overload
@@ -30,6 +30,7 @@ from opdrift.records import (
     TensorArgument,
     TensorMeta,
 )
+from opdrift.tfp1 import Code
 from opdrift.tracefile.axes import Extents
 from opdrift.tracefile.samples import Followed, SampleTable
 from opdrift.tracefile.schema import (
@@ -114,7 +115,8 @@ class Fingerprint:
     """The tfp1 record of one value (notes/fingerprint section 7).
 
     `sketch` has 32 (components of 4 bytes and more) or 64 buckets; None for at most 32 components,
-    whose `sample` (component bits, zero-extended) is the whole content.
+    whose `sample` (component bits, zero-extended) is the whole content. `fp8` is the dtype of code 4, which
+    stands for several formats; empty for other codes, and where it is not known.
     """
 
     raw: int
@@ -132,6 +134,7 @@ class Fingerprint:
     subnormal: int
     sketch: npt.NDArray[np.float64] | None
     sample: npt.NDArray[np.uint64]
+    fp8: str = ""
 
     @property
     def key(self) -> tuple[int, int, int]:
@@ -408,7 +411,10 @@ class Trace:
     def fingerprint(self, value: int) -> Fingerprint | None:
         """The fingerprint of a value, None if its content was not fingerprinted (views, `empty`)."""
         row = int(self.values.fingerprint[value])
-        return None if row < 0 else self.fingerprints[row]
+        if row < 0:
+            return None
+        found = self.fingerprints[row]
+        return found if found.code != Code.FP8 else replace(found, fp8=self.meta(value).dtype)
 
     # ---- single samples ------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from opdrift.records import Batch, TensorMeta
+from opdrift.tfp1 import Code
 from opdrift.tracefile.axes import (
     BATCH,
     LENGTH_UNKNOWN,
@@ -122,7 +123,10 @@ class SampleTable:
     def fingerprint(self, value: int, sample: int) -> Fingerprint | None:
         """The record of one sample of a value, if there is one."""
         row = int(self.rows(np.array([value]), sample)[0])
-        return None if row < 0 else self.prints[row]
+        if row < 0:
+            return None
+        found = self.prints[row]
+        return found if found.code != Code.FP8 else replace(found, fp8=self._meta(value).dtype)
 
     def extents(self, axis: int) -> Extents:
         """Which part of a padded axis is valid for each sample."""
