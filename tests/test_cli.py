@@ -299,6 +299,7 @@ def test_a_cut_off_trace_is_never_called_identical(traces, capsys):
         (["base.trace", "same.trace", "-o", "base.trace/ops.arrows"], "lies in an opdrift trace"),
         (["base.trace", "same.trace", "-o", "nowhere/report.txt"], "does not exist"),
         (["base.trace", "same.trace", "--rank", "3"], "rank"),
+        (["base.trace", "same.trace", "--samples", "0:3"], "without batch="),
     ],
 )
 def test_impossible_requests_get_one_sentence(arguments, words, traces, capsys):

@@ -844,6 +844,8 @@ OTHER_RULES = {
     "mask-exchanged",
     "mask-leaf",
     "mask-on-one-side",
+    "padded-mask",
+    "padded-positions",
     "raised",
     "unseen-write",
     "weights-exchanged",

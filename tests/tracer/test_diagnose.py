@@ -417,34 +417,10 @@ def test_options_that_cannot_be_understood_are_refused(options: dict[str, object
         diff(trace("mm"), trace("mm"), **options)  # type: ignore[arg-type]
 
 
-def batch(size: int) -> Trace:
-    """A run of a batch of a size."""
-    build = Builder()
-    x = build.leaf("x", kind="input", shape=(size, 8))
-    y = build.op("mm", x, build.leaf("w", shape=(8, 8)), shape=(size, 8))
-    build.output(build.op("sin", y))
-    return build.build()
-
-
-def test_without_per_sample_records_only_equal_sizes_are_compared():
-    """A weight that differs is found; that the others were not compared is a note."""
-    left, right = Builder(), Builder()
-    for build, size, content in ((left, 1, "a"), (right, 3, "b")):
-        x = build.leaf("x", kind="input", shape=(size, 8))
-        build.output(
-            build.op("mm", x, build.leaf("w", shape=(8, 8), content=content), shape=(size, 8))
-        )
-
-    found = diff(left.build(), right.build(), samples="0:2")
-
-    assert [d.name for d in found.origins] == ["w"]
-    assert any("not yet compared" in note for note in found.notes)
-
-
-def test_nothing_found_without_per_sample_records_is_no_verdict():
-    """What could not be compared may differ: an error says so, and what to do."""
-    with pytest.raises(IncomparableTracesError, match="does not yet compare single samples"):
-        diff(batch(1), batch(3), samples="0:2")
+def test_a_trace_without_samples_has_none_to_compare():
+    """The error says how to record some."""
+    with pytest.raises(IncomparableTracesError, match="without batch="):
+        diff(trace("mm"), trace("mm"), samples="0:2")
 
 
 def test_fingerprints_of_different_kinds_cannot_be_compared():

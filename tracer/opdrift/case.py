@@ -13,6 +13,7 @@ from opdrift.pairs import Compared
 from opdrift.picks import AttentionRegion, attention_regions, pick
 from opdrift.provenance import Lineage
 from opdrift.records import ArgumentDifference, Call, Op, Pick, Sides
+from opdrift.samples import OneSample, SampleContents, SampleViews
 from opdrift.settings import argument_differences
 from opdrift.tracefile.reader import Fingerprint, Ints, Trace
 
@@ -60,19 +61,11 @@ class Side:
 
     def fingerprint(self, value: int) -> Fingerprint | None:
         """Of a value, or of one in the same state with the same content in the same order."""
-        own = self.trace.fingerprint(value)
-        if own is not None:
-            return own
-        base = int(self.contents.states.base[self.contents.states.of[value]])
-        if base < 0 or not self.contents.same_order(base, value):
-            return None
-        return self.trace.fingerprint(base)
+        return self.contents.fingerprint(value)
 
     def nearest_fingerprint(self, value: int) -> Fingerprint | None:
         """Of a value, or of the largest one in the same state."""
-        own = self.trace.fingerprint(value)
-        base = int(self.contents.states.base[self.contents.states.of[value]])
-        return own if own is not None or base < 0 else self.trace.fingerprint(base)
+        return self.contents.nearest_fingerprint(value)
 
     def nonfinite(self, value: int) -> int:
         """How many NaN and infinite elements a value holds, as far as that is known."""
@@ -82,7 +75,12 @@ class Side:
     @cached_property
     def views(self) -> OpViews:
         """What the rounding bounds need of each op."""
-        return OpViews(self.trace)
+        return SampleViews(self.one) if self.one is not None else OpViews(self.trace)
+
+    @property
+    def one(self) -> OneSample | None:
+        """The sample that is looked at; None for the whole batch."""
+        return self.contents.one if isinstance(self.contents, SampleContents) else None
 
     @cached_property
     def lineage(self) -> Lineage:
@@ -108,6 +106,11 @@ class Case:
     pairing: Pairing
     compared: Compared
 
+    @property
+    def by_sample(self) -> bool:
+        """Whether one sample of each batch is compared, not all of it."""
+        return self.left.one is not None
+
     def sides(self) -> Sides[Side]:
         """Both sides."""
         return Sides(self.left, self.right)
@@ -120,14 +123,21 @@ class Case:
         )
 
 
-def build_case(left: Trace, right: Trace, maps: Maps, *, same_size: bool = False) -> Case:
-    """Align two traces and compare their pairs; with `same_size` only values of equal size."""
-    a = Contents(left)
-    b = a if right is left else Contents(right)
+def build_case(
+    left: Trace, right: Trace, maps: Maps, *, samples: tuple[int, int] | None = None
+) -> Case:
+    """Align two traces and compare their pairs; with `samples`, as seen by one sample of each batch.
+
+    Raises:
+        IncomparableTracesError: A trace has no record of the sample.
+    """
+    if samples is not None:
+        a: Contents = SampleContents(left, samples[0])
+        b: Contents = SampleContents(right, samples[1])
+    else:
+        a = Contents(left)
+        b = a if right is left else Contents(right)
     pairing = align(a, b, maps=maps)
     return Case(
-        Side(a, pairing.home[0]),
-        Side(b, pairing.home[1]),
-        pairing,
-        Compared(a, b, pairing, same_size=same_size),
+        Side(a, pairing.home[0]), Side(b, pairing.home[1]), pairing, Compared(a, b, pairing)
     )

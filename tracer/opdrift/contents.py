@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from opdrift.layouts import Layouts
+from opdrift.records import TensorMeta
 from opdrift.tokens import WORKSPACES, OpTokens, Words, base, counted_inputs, mix, word
-from opdrift.tracefile.reader import Ints, Trace
+from opdrift.tracefile.reader import Fingerprint, Ints, Trace
 
 Flags = npt.NDArray[np.bool_]
 
@@ -45,6 +46,9 @@ class States:
 
 class Contents:
     """Columns over the values of one trace; `trace` and `tokens` are those they were made of."""
+
+    #: Whether only one sample of the run's batch is looked at.
+    by_sample = False
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
@@ -98,6 +102,54 @@ class Contents:
         )
         return same
 
+    # ---- one value -------------------------------------------------------------------------------------
+
+    def meta(self, value: int) -> TensorMeta:
+        """The layout of what is compared of a value."""
+        return self.trace.meta(value)
+
+    def fingerprint(self, value: int) -> Fingerprint | None:
+        """Of a value, or of one in the same state with the same content in the same order."""
+        own = self.trace.fingerprint(value)
+        if own is not None:
+            return own
+        base = int(self.states.base[self.states.of[value]])
+        if base < 0 or not self.same_order(base, value):
+            return None
+        return self.trace.fingerprint(base)
+
+    def nearest_fingerprint(self, value: int) -> Fingerprint | None:
+        """Of a value, or of the largest one in the same state."""
+        own = self.trace.fingerprint(value)
+        base = int(self.states.base[self.states.of[value]])
+        return own if own is not None or base < 0 else self.trace.fingerprint(base)
+
+    def lies(self, value: int) -> object:
+        """Where a value lies in what `nearest_fingerprint` gives for it; equal for values that lie alike."""
+        offset = self.trace.values.offset
+        known = self.trace.fingerprint(value) is not None
+        whole = value if known else int(self.states.base[self.states.of[value]])
+        metas = self.trace.meta(value), self.trace.meta(whole)
+        return int(offset[value] - offset[whole]), *((m.shape, m.stride) for m in metas)
+
+    @cached_property
+    def nonfinite(self) -> Ints:
+        """Non-finite elements of each value, or of the largest one in its state."""
+        prints = self.trace.fingerprints
+        total = prints.number("nan") + prints.number("pinf") + prints.number("ninf")
+        row = self.trace.values.fingerprint
+        base = self.states.base[self.states.of]
+        source = np.where(row >= 0, row, np.where(base >= 0, row[base], -1))
+        padded = np.concatenate([total.astype(np.int64), np.zeros(1, np.int64)])
+        found: Ints = padded[source]
+        return found
+
+    def tells_nothing(self, other: Contents, mine: Ints, theirs: Ints) -> Flags:
+        """For values whose words are not equal: whether that leaves open if their contents are."""
+        return np.zeros(len(mine), np.bool_)
+
+    # ---- states ----------------------------------------------------------------------------------------
+
     def value_of_state(self, state: int) -> int:
         """The first value seen of a state."""
         return int(self._first_of_state[state])
@@ -107,6 +159,11 @@ class Contents:
         found = np.zeros(len(self.states.writer), np.int64)
         found[self.states.of[::-1]] = np.arange(len(self.states.of))[::-1]
         return found
+
+    @cached_property
+    def root(self) -> Ints:
+        """The value by which the maker of each value is known for pairing: itself."""
+        return np.arange(len(self.states.of))
 
     @cached_property
     def root_slot(self) -> Ints:

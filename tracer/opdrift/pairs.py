@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from opdrift.align import Pairing
 from opdrift.contents import Contents, Flags
+from opdrift.flow import ancestry
 from opdrift.records import RAISED
 from opdrift.tracefile.reader import Ints, Ragged
 
@@ -49,18 +50,7 @@ class Slots:
 class Compared:
     """What is equal and what differs in the pairs of two traces."""
 
-    def __init__(
-        self, left: Contents, right: Contents, pairing: Pairing, *, same_size: bool = False
-    ) -> None:
-        """Compare all pairs.
-
-        Args:
-            left: The left trace.
-            right: The right trace.
-            pairing: Their pairs.
-            same_size: Values of different size say nothing: the runs have batches of different size.
-        """
-        self._same_size = same_size
+    def __init__(self, left: Contents, right: Contents, pairing: Pairing) -> None:
         self.left = left
         self.right = right
         self.pairing = pairing
@@ -79,8 +69,7 @@ class Compared:
             (lineage[0] == lineage[1]) & (lineage[0] != 0)
         )
         blank = ((place[0] == 0) & (lineage[0] == 0)) | ((place[1] == 0) & (lineage[1] == 0))
-        if self._same_size:
-            blank |= a.layouts.size[left] != b.layouts.size[right]
+        blank |= a.tells_nothing(b, left, right)
         return np.where(equal, EQUAL, np.where(blank, UNKNOWN, DIFFERENT)).astype(np.int8)
 
     # ---- per pair --------------------------------------------------------------------------------------
@@ -174,11 +163,70 @@ class Compared:
     def _slot_differs(self, tainted: Flags) -> Flags:
         slots = self.inputs
         found: Flags = slots.status == DIFFERENT
-        blank = np.flatnonzero(slots.status == UNKNOWN)
+        blank, rows = self._blank
         if len(blank):
-            rows = _pair_rows(self, slots.left[blank], slots.right[blank])
             found[blank] = (rows >= 0) & tainted[rows]
+        slot, behind = self._beyond
+        found[slot[tainted[behind]]] = True
         return found
+
+    @cached_property
+    def _blank(self) -> tuple[Ints, Ints]:
+        """Rows of `inputs` of which it is not known if they differ, and the pair that made both values, or -1."""
+        blank = np.flatnonzero(self.inputs.status == UNKNOWN)
+        return blank, _pair_rows(self, self.inputs.left[blank], self.inputs.right[blank])
+
+    @cached_property
+    def _beyond(self) -> tuple[Ints, Ints]:
+        """(row of `inputs`, pair behind it): for blank ones that the runs made in different ways.
+
+        Where whole batches are compared the values at the ends of a stretch that only one run has are known,
+        so only single samples need this.
+        """
+        blank, rows = self._blank
+        found = [
+            (slot, row)
+            for slot in (blank[rows < 0].tolist() if self.left.by_sample else ())
+            for row in self.behind(slot)
+        ]
+        table = np.array(found, np.int64).reshape(-1, 2)
+        return table[:, 0], table[:, 1]
+
+    def behind(self, slot: int) -> set[int]:
+        """The pairs that made what an input was made of, past ops that only one run has."""
+        return self.makers(int(self.inputs.left[slot]), int(self.inputs.right[slot]))
+
+    def makers(self, left: int, right: int) -> set[int]:
+        """The pair that made both values, else those that made what each was made of."""
+        row = self.made_by_one_pair(left, right)
+        if row >= 0:
+            return {row}
+        found = set()
+        for contents, value, partner, row_of in (
+            (self.left, left, self.pairing.right_of, self.row_of_left),
+            (self.right, right, self.pairing.left_of, self.row_of_right),
+        ):
+            for source in ancestry(contents, value, partner).boundary:
+                maker = int(contents.maker[source])
+                if maker >= 0 and row_of[maker] >= 0:
+                    found.add(int(row_of[maker]))
+        return found
+
+    def inputs_of(self, row: int) -> list[int]:
+        """Rows of `inputs` of a pair."""
+        return self._input_places.get(row, [])
+
+    def outputs_of(self, row: int) -> list[int]:
+        """Rows of `outputs` of a pair."""
+        return self._output_places.get(row, [])
+
+    @cached_property
+    def _input_places(self) -> dict[int, list[int]]:
+        return _places(self.inputs)
+
+    @cached_property
+    def _output_places(self) -> dict[int, list[int]]:
+        return _places(self.outputs)
 
     def _any(self, slots: Slots, status: int) -> Flags:
         found = np.zeros(len(self.pairing.left), np.bool_)
@@ -249,6 +297,13 @@ class Compared:
 def _rows(ops: Ints, count: int) -> Ints:
     found = np.full(count, -1, np.int64)
     found[ops] = np.arange(len(ops))
+    return found
+
+
+def _places(slots: Slots) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for place, row in enumerate(slots.pair.tolist()):
+        found.setdefault(row, []).append(place)
     return found
 
 

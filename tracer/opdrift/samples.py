@@ -7,14 +7,19 @@ value where it does not, as for weights.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final, Literal
 
 import numpy as np
 
-from opdrift.contents import Contents
+from opdrift.bounds.view import OpViews, restated
+from opdrift.contents import Contents, Flags
 from opdrift.errors import IncomparableTracesError
-from opdrift.tokens import Words, mix
+from opdrift.parts import Part, Shown
+from opdrift.records import TensorMeta
+from opdrift.tokens import Words, base, mix, word
+from opdrift.tracefile.axes import BATCH, Extents
 from opdrift.tracefile.reader import Fingerprint, FingerprintColumns, Ints, Trace
 from opdrift.tracefile.samples import Followed
 from opdrift.tracefile.schema import RECORDED_SAMPLES
@@ -24,6 +29,13 @@ from opdrift.tracefile.schema import RECORDED_SAMPLES
 Missing = Literal["mixed", "unknown", "padding", "unread"]
 #: A batch of one carries its sample everywhere, so nothing is recorded apart.
 _ALONE: Final = 1
+#: Ops that give their input another layout, and no view of it.
+_COPYING: Final = frozenset(["clone", "contiguous", "_unsafe_view", "reshape", "flatten", "alias"])
+#: Views and copies that follow each other are looked through up to twice as many, doubled this often.
+_LONGEST: Final = 8
+_PADDING: Final = np.uint64(word("nothing but padding"))
+#: What `Places.place` says of a value that is all of what was recorded, in order.
+_WHOLE: Final = np.uint64(1)
 
 
 class OneSample:
@@ -58,8 +70,8 @@ class OneSample:
                 " Record a smaller batch."
             )
         self.size = batch.size
-        self._table = self.trace.samples
-        if batch.size > _ALONE and not self._table.own:
+        self.table = self.trace.samples
+        if batch.size > _ALONE and not self.table.own:
             raise IncomparableTracesError(
                 f"{self.trace.path} has no samples: no input was found to have a leading dim of {batch.size}."
                 " Name one that carries the batch with inputs={...}."
@@ -76,7 +88,7 @@ class OneSample:
             has a fingerprint here; `pair` tells that they cannot be compared.
         """
         found = self._own(value)
-        if found is None and value not in self._table.own:
+        if found is None and value not in self.table.own:
             base = int(self.contents.states.base[self.contents.states.of[value]])
             if base >= 0 and base != value:
                 found = self._own(base)
@@ -97,27 +109,30 @@ class OneSample:
             return "padding"
         return "unread"
 
-    @cached_property
+    @property
     def words(self) -> Words:
-        """For each value a word that is equal for equal contents of the sample; 0 where nothing is known.
+        """For each value a word that is equal for equal contents of the sample; 0 where nothing is known."""
+        return self.places.words
 
-        As `Contents.by_place`. A view has a word only if it holds all elements of a fingerprinted value in the
-        same order.
-        """
-        contents, values = self.contents, self.trace.values
-        found = np.zeros(len(values.storage), np.uint64)
-        known = np.flatnonzero(values.fingerprint >= 0)
-        whole = known[self._is_whole(known)]
-        found[whole] = self._digests(self.trace.fingerprints, values.fingerprint[whole], whole)
-        everything = np.arange(len(found))
-        rows = self._table.rows(everything, self.sample)
-        apart = everything[(rows >= 0) & ~self._in_doubt]
-        found[apart] = self._digests(self._table.prints, rows[apart], apart)
-        base = contents.states.base[contents.states.of]
-        views = np.flatnonzero((values.fingerprint < 0) & (rows < 0) & (base >= 0))
-        views = views[[contents.same_order(int(base[v]), int(v)) for v in views]]
-        found[views] = found[base[views]]
-        return found
+    @cached_property
+    def places(self) -> Places:
+        """What is known of the sample's part of each value."""
+        return _Placing(self).places()
+
+    def meta(self, value: int) -> TensorMeta:
+        """The layout that the sample's part of a value has; strides are those of the value."""
+        meta, followed = self.trace.meta(value), self.trace.batch_of(value)
+        if followed is None:
+            return meta
+        shape = list(meta.shape)
+        for p in (*followed.batch, *followed.lengths):
+            kept: int | None = 1
+            if p.axis != BATCH:
+                valid = self.trace.extents(p.axis).valid[self.sample]
+                kept = None if valid is None else valid[1]
+            if kept is not None:
+                shape[p.dim] = shape[p.dim] // p.size * kept
+        return replace(meta, shape=tuple(shape))
 
     # ---- one value -------------------------------------------------------------------------------------
 
@@ -128,7 +143,7 @@ class OneSample:
             return self.trace.fingerprint(value)
         if self._padding_unknown(followed):
             return None
-        found = self._table.fingerprint(value, self.sample)
+        found = self.table.fingerprint(value, self.sample)
         if found is None and self._is_alone(followed):
             return self.trace.fingerprint(value)
         return found
@@ -148,39 +163,343 @@ class OneSample:
         batch = self.trace.batch
         if batch is None or batch.lengths is None:
             return False
-        first = self._table.first_extents
+        first = self.table.first_extents
         return first is None or first.is_padded(self.sample)
 
-    # ---- all values ------------------------------------------------------------------------------------
+    def is_whole(self, values: Ints) -> Flags:
+        """Which values are compared as a whole.
 
-    def _is_whole(self, values: Ints) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-        """Which values are compared as a whole: no axis reaches them, or the batch is of one."""
-        of = self.contents.states.of
-        reached = np.zeros(len(self.contents.states.writer), np.bool_)
-        own = self._table.own
-        reached[of[np.fromiter(own, np.int64, len(own))]] = True
-        found = ~reached[of[values]]
+        They carry no axis, or the batch is of one, or all samples have a part in them.
+        """
+        own = self.table.own
+        apart = [v for v, each in own.items() if not self._is_common(each)]
+        return ~np.isin(values, np.array(apart, np.int64))
+
+    def _is_common(self, followed: Followed) -> bool:
+        """Whether a value is compared whole although an axis reaches it."""
+        if followed.unknown:
+            return False
         if self.size == _ALONE:
-            alone = [
-                v
-                for v, each in own.items()
-                if self._is_alone(each) and not self._padding_unknown(each)
-            ]
-            found |= np.isin(values, np.array(alone, np.int64))
-        return found
+            return self._is_alone(followed)
+        return followed.mixed and not followed.batch
 
     @cached_property
-    def _in_doubt(self) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-        """Values with padding at an unknown place."""
-        found = np.zeros(len(self.trace.values.storage), np.bool_)
-        for value, followed in self._table.own.items():
-            found[value] = self._padding_unknown(followed)
+    def is_own(self) -> Flags:
+        """Values that are not made of all samples of a batch of several."""
+        found = np.ones(len(self.trace.values.storage), np.bool_)
+        if self.size > _ALONE:
+            common = [v for v, each in self.table.own.items() if each.mixed and not each.batch]
+            states = self.contents.states.of
+            found = ~np.isin(states, states[np.array(common, np.int64)])
         return found
 
-    def _digests(self, prints: FingerprintColumns, rows: Ints, values: Ints) -> Words:
-        size = prints.n[rows].astype(np.uint64) << np.uint64(8)
+    def recorded(self, value: int) -> Fingerprint | None:
+        """What was recorded of a value itself: of the sample's part, or of all of it where that is compared.
+
+        Where padding is at an unknown place it is in here; values of equal size on both sides had it summed up.
+        """
+        followed = self.table.own.get(value)
+        if followed is None or self._is_common(followed):
+            return self.trace.fingerprint(value)
+        return self.table.fingerprint(value, self.sample)
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Columns over the values of a trace: what is known of one sample's part of each.
+
+    Attributes:
+        digest: A word for what was recorded of the value itself; 0 if nothing was.
+        base: The same of the recorded value that it is, or is a view of.
+        place: A word for which elements of that it shows; 1 for all of them, in order.
+        size: How many elements are compared; -1 where that is not known.
+        source: The recorded value behind `base`; -1 if there is none.
+    """
+
+    digest: Words
+    base: Words
+    place: Words
+    size: Ints
+    source: Ints
+
+    @property
+    def padding(self) -> Flags:
+        """Values that hold, of the sample, nothing but padding."""
+        found: Flags = self.place == _PADDING
+        return found
+
+    @property
+    def views(self) -> Words:
+        """A word for base and place; 0 where nothing is known."""
+        placed = np.where(self.place == _WHOLE, self.base, mix(self.base, self.place))
+        return np.where(self.base == 0, np.uint64(0), placed)
+
+    @property
+    def words(self) -> Words:
+        """A word for the content, by the value's own record if there is one."""
+        return np.where(self.digest != 0, self.digest, self.views)
+
+
+class _Placing:
+    """Fills in `Places`."""
+
+    def __init__(self, one: OneSample) -> None:
+        self._one = one
+        self._contents = one.contents
+        count = len(one.trace.values.storage)
+        self._digest = np.zeros(count, np.uint64)
+        self._size = np.full(count, -1, np.int64)
+        self._parts: dict[tuple[object, ...], Part] = {}
+        self._shown: dict[tuple[object, ...], Shown | None] = {}
+
+    def places(self) -> Places:
+        self._recorded()
+        digest, of = self._digest, self._contents.states.of
+        source = self._sources()[of]
+        own = (digest != 0) & ~self._own_views(source)
+        source[own] = np.flatnonzero(own)
+        base = np.where(source >= 0, digest[source], np.uint64(0))
+        place = np.where(source == np.arange(len(source)), _WHOLE, np.uint64(0))
+        for value in np.flatnonzero((source >= 0) & (place == 0)).tolist():
+            shown = self._seen(int(source[value]), value)
+            if shown is None:
+                base[value], source[value] = 0, -1
+                continue
+            place[value] = _word_of(shown, int(self._size[source[value]]))
+            if not digest[value]:
+                self._size[value] = shown.count
+        return Places(digest, base, place, self._size, source)
+
+    def _recorded(self) -> None:
+        """Digests of what was recorded: whole values, samples' parts, and what all samples have a part in."""
+        one, values = self._one, self._one.trace.values
+        table = one.table
+        known = np.flatnonzero(values.fingerprint >= 0)
+        whole = known[one.is_whole(known)]
+        self._put(one.trace.fingerprints, values.fingerprint[whole], whole)
+        everything = np.arange(len(self._digest))
+        rows = table.rows(everything, one.sample)
+        apart = everything[rows >= 0]
+        self._put(table.prints, rows[apart], apart)
+
+    def _put(self, prints: FingerprintColumns, rows: Ints, values: Ints) -> None:
+        n = prints.n[rows]
+        size = n.astype(np.uint64) << np.uint64(8)
         digest = mix(prints.raw[rows], size | prints.code[rows].astype(np.uint64))
-        return mix(digest, self.contents.layouts.dtype[values])
+        self._digest[values] = mix(digest, self._contents.layouts.dtype[values])
+        self._size[values] = n
+
+    def _sources(self) -> Ints:
+        """Per state the recorded value of most elements, views that were recorded as such left out."""
+        contents = self._contents
+        found = np.full(len(contents.states.writer), -1, np.int64)
+        known = np.flatnonzero((self._digest != 0) & (contents.trace.values.fingerprint >= 0))
+        order = known[np.argsort(contents.layouts.size[known], kind="stable")]
+        found[contents.states.of[order]] = order
+        return found
+
+    def _own_views(self, source: Ints) -> Flags:
+        """Values that have a record but are views of one that has, too."""
+        found: Flags = (self._contents.trace.values.fingerprint < 0) & (source >= 0)
+        return found
+
+    def _seen(self, base: int, value: int) -> Shown | None:
+        """What a value shows of a recorded one of the same state."""
+        one, trace = self._one, self._one.trace
+        offset, metas = trace.values.offset, trace.values.meta
+        shift = int(offset[value] - offset[base])
+        mine, known = one.table.own.get(value), one.table.own.get(base)
+        key = int(metas[base]), known, int(metas[value]), shift, mine
+        if key not in self._shown:
+            self._shown[key] = self._show(base, known, value, shift, mine)
+        return self._shown[key]
+
+    def _show(
+        self, base: int, known: Followed | None, value: int, shift: int, mine: Followed | None
+    ) -> Shown | None:
+        one, trace = self._one, self._one.trace
+        a, b = trace.meta(base), trace.meta(value)
+        if a.dtype != b.dtype:
+            return None
+        if known is not None and known.mixed and not known.batch:
+            known = None  # all samples have a part in it: it is compared whole
+        followed = known
+        extents = {
+            p.axis: trace.extents(p.axis)
+            for each in (known, mine)
+            if each is not None
+            for p in each.lengths
+        }
+        if known is None and mine is not None:
+            # an op has said which part of this view is the sample's
+            cut = _cut(b, mine, one.sample, extents)
+            if cut is None:
+                return None
+            b, shift = cut[0], shift + cut[1]
+        key = a, followed
+        if key not in self._parts:
+            self._parts[key] = Part(a, followed, one.sample, extents)
+        return self._parts[key].shown(b, shift)
+
+
+def _cut(
+    meta: TensorMeta, followed: Followed, sample: int, extents: dict[int, Extents]
+) -> tuple[TensorMeta, int] | None:
+    """The layout of one sample's valid part of a view, and how much further on it begins."""
+    shape, shift = list(meta.shape), 0
+    for p in (*followed.batch, *followed.lengths):
+        if p.outer != 1 or p.inner != 1:
+            return None
+        first, kept = sample, 1
+        if p.axis != BATCH:
+            valid = extents[p.axis].valid[sample]
+            if valid is None:
+                return None
+            first, kept = valid
+        shape[p.dim] = kept
+        shift += first * meta.stride[p.dim]
+    return replace(meta, shape=tuple(shape)), shift
+
+
+def _word_of(shown: Shown, size: int) -> np.uint64:
+    if shown.padding:
+        return _PADDING
+    whole = shown.walk == ((size, 1),) or (size == 1 and not shown.walk)
+    if not shown.start and whole:
+        return _WHOLE
+    return np.uint64(word(f"{shown.start}{shown.walk}"))
+
+
+class SampleContents(Contents):
+    """The contents of a trace as seen by one sample of its batch.
+
+    Args:
+        trace: The trace.
+        sample: Number of the sample, from 0.
+
+    Raises:
+        IncomparableTracesError: As `OneSample`.
+    """
+
+    by_sample = True
+
+    def __init__(self, trace: Trace, sample: int) -> None:
+        super().__init__(trace)
+        self.one = OneSample(self, sample)
+
+    @cached_property
+    def by_place(self) -> Words:
+        """Words for what was recorded of the sample, or of what a view shows of it."""
+        return self.one.places.words
+
+    @cached_property
+    def by_lineage(self) -> Words:
+        """Words for what values show of what was recorded in their storages."""
+        return self.one.places.views
+
+    @cached_property
+    def root(self) -> Ints:
+        """What each value is a view or a copy of: batches of other sizes are laid out by other views and copies."""
+        ops, states = self.trace.ops, self.states.of
+        found = np.arange(len(states))
+        copying = np.array(
+            sorted(s for s in self.tokens.table if base(self.trace.op_info(s).name) in _COPYING),
+            np.int64,
+        )
+        made = np.flatnonzero(self.producer >= 0)
+        op = self.producer[made]
+        moves = self.tokens.view[op] | np.isin(ops.signature[op], copying)
+        moves &= np.diff(ops.inputs.offsets)[op] > 0
+        made, op = made[moves], op[moves]
+        found[made] = ops.inputs.values[ops.inputs.offsets[op]]
+        for _ in range(_LONGEST):
+            further = found[found]
+            if np.array_equal(further, found):
+                break
+            found = further
+        return found
+
+    def meta(self, value: int) -> TensorMeta:
+        """The layout of the sample's part of a value."""
+        return self.one.meta(value)
+
+    def fingerprint(self, value: int) -> Fingerprint | None:
+        """Of the sample's part of a value, or of what a view shows whole and in order."""
+        places = self.one.places
+        if places.digest[value]:
+            return self.one.recorded(value)
+        if places.base[value] and places.place[value] == _WHOLE:
+            return self.one.recorded(int(places.source[value]))
+        return None
+
+    def nearest_fingerprint(self, value: int) -> Fingerprint | None:
+        """Of the sample's part of a value, or of what was recorded in its storage."""
+        places = self.one.places
+        if places.digest[value]:
+            return self.one.recorded(value)
+        source = int(places.source[value])
+        return None if source < 0 else self.one.recorded(source)
+
+    def lies(self, value: int) -> object:
+        """Which elements of what `nearest_fingerprint` gives it shows."""
+        places = self.one.places
+        return int(_WHOLE if places.digest[value] else places.place[value])
+
+    @cached_property
+    def nonfinite(self) -> Ints:
+        """Non-finite elements of the sample's part of each value."""
+        places, one = self.one.places, self.one
+        found = np.zeros(len(places.digest), np.int64)
+        counts: dict[int, int] = {}
+        for value, source in enumerate(places.source.tolist()):
+            if source < 0:
+                continue
+            if source not in counts:
+                recorded = one.recorded(source)
+                counts[source] = 0 if recorded is None else recorded.nonfinite
+            found[value] = counts[source]
+        return found
+
+    def tells_nothing(self, other: Contents, mine: Ints, theirs: Ints) -> Flags:
+        """Unequal words say something of the same elements of two records, or of as many elements of one.
+
+        What holds nothing but padding differs from what holds anything else.
+        """
+        assert isinstance(other, SampleContents)
+        a, b = self.one.places, other.one.places
+        sized = (a.size[mine] == b.size[theirs]) & (a.size[mine] >= 0)
+        direct = (a.digest[mine] != 0) & (b.digest[theirs] != 0) & sized
+        placed = (a.base[mine] != 0) & (b.base[theirs] != 0)
+        alike = (a.place[mine] == b.place[theirs]) | (a.base[mine] == b.base[theirs])
+        padding = a.padding[mine] != b.padding[theirs]
+        found: Flags = ~(direct | (placed & alike & sized) | (placed & padding))
+        return found
+
+
+class SampleViews(OpViews):
+    """Makes the `OpView` of any op with the shapes and statistics that it has for one sample.
+
+    Where nothing is known of the sample, those of the whole batch stand for it.
+    """
+
+    def __init__(self, one: OneSample) -> None:
+        super().__init__(one.trace)
+        self._one = one
+
+    def meta(self, value: int) -> TensorMeta:
+        """The layout of the sample's part of a value."""
+        return self._one.meta(value)
+
+    def statistics(self, value: int) -> Fingerprint | None:
+        """Of the sample's part of a value, or of what was recorded in its storage, restated for it."""
+        places = self._one.places
+        if places.digest[value]:
+            return self._one.recorded(value)
+        source = int(places.source[value])
+        found = None if source < 0 else self._one.recorded(source)
+        if found is not None:
+            return restated(found, self._one.meta(value))
+        return super().statistics(value)
 
 
 def pair(

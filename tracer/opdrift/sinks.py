@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from opdrift.contents import Contents
+from opdrift.contents import Contents, Flags
 from opdrift.flow import steering_ops, unread
 from opdrift.leaves import LeafTable, match_rows
 from opdrift.pairs import DIFFERENT, Compared
 from opdrift.records import Leaf, LeafKind
+from opdrift.samples import SampleContents
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,71 @@ def find_sinks(compared: Compared, left: LeafTable, right: LeafTable) -> list[Si
     if not found:
         found = _unread(compared)
     return found
+
+
+def sample_sinks(compared: Compared, left: LeafTable, right: LeafTable) -> list[Sink]:
+    """The results of one sample of each batch: what the modules returned, as far as it is the sample's own.
+
+    Parameters, gradients and losses are of all samples. Where no result is the sample's own, everything is
+    that is known to differ.
+    """
+    mine = _owned(compared.left), _owned(compared.right)
+    found = [
+        s
+        for s in _named(compared, left, right)
+        if s.kind == "output"
+        and s.left is not None
+        and s.right is not None
+        and mine[0][s.left]
+        and mine[1][s.right]
+    ]
+    if any(_known(compared, s) for s in found):
+        return found
+    outputs = compared.outputs
+    ours = (outputs.status == DIFFERENT) & mine[0][outputs.left] & mine[1][outputs.right]
+    return [
+        Sink("", "unread", int(outputs.left[k]), int(outputs.right[k]), differs=True)
+        for k in np.flatnonzero(ours).tolist()
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Uncompared:
+    """Results of the modules of which one sample's part is not compared, by name.
+
+    Attributes:
+        common: They are made of all samples of a batch.
+        unknown: The sample could not be followed to them.
+    """
+
+    common: tuple[str, ...]
+    unknown: tuple[str, ...]
+
+
+def results_of_all(compared: Compared, left: LeafTable, right: LeafTable) -> Uncompared:
+    """The results that `sample_sinks` leaves out or knows nothing of."""
+    mine = _owned(compared.left), _owned(compared.right)
+    common, unknown = [], []
+    for s in _named(compared, left, right):
+        if s.kind != "output" or s.left is None or s.right is None:
+            continue
+        if not (mine[0][s.left] and mine[1][s.right]):
+            common.append(s.name)
+        elif not _known(compared, s) and not s.differs:
+            unknown.append(s.name)
+    return Uncompared(tuple(dict.fromkeys(common)), tuple(dict.fromkeys(unknown)))
+
+
+def _owned(contents: Contents) -> Flags:
+    """Values that are not made of all samples, or are of a batch of one."""
+    assert isinstance(contents, SampleContents)
+    return contents.one.is_own
+
+
+def _known(compared: Compared, sink: Sink) -> bool:
+    assert sink.left is not None
+    assert sink.right is not None
+    return bool(compared.status(np.array([sink.left]), np.array([sink.right]))[0])
 
 
 def _named(compared: Compared, left: LeafTable, right: LeafTable) -> list[Sink]:

@@ -16,6 +16,16 @@ from opdrift.origins.model import Origin
 
 #: Ops of a region whose bounds are added up.
 _REGION: Final = 500
+#: Stories that rounding does not tell.
+_MATERIAL: Final = (
+    "written",
+    "other-source",
+    "settings",
+    "nonfinite",
+    "factory",
+    "amplified",
+    "padding",
+)
 _WHOLE_NUMBERS: Final = ("int", "uint", "bool")
 
 
@@ -60,7 +70,9 @@ def size_of(case: Case, origin: Origin, tolerance: Tolerance | None) -> Size:
         return Size(found, None, None, not _tolerated(case, origin, found, tolerance))
     if tolerance is not None and _tolerated(case, origin, found, tolerance):
         return Size(found, None, None, material=False)
-    if origin.story in ("written", "other-source", "settings", "nonfinite", "factory", "amplified"):
+    if origin.story == "cancelled":
+        return Size(found, _bound(case, origin), None, material=False)
+    if origin.story in _MATERIAL:
         bound = _bound(case, origin) if origin.story in ("settings", "amplified") else None
         return Size(found, bound, bound.loose if bound else None, material=True)
     if origin.story == "region":
@@ -81,21 +93,10 @@ def measure(case: Case, left: int, right: int) -> Difference | None:
     if a is None or b is None:
         # two views that lie alike in storages whose contents are known: the storages' difference
         a, b = case.left.nearest_fingerprint(left), case.right.nearest_fingerprint(right)
-        if a is None or b is None or a.n != b.n or not _lie_alike(case, left, right):
+        alike = case.left.contents.lies(left) == case.right.contents.lies(right)
+        if a is None or b is None or a.n != b.n or not alike:
             return None
     return difference(a, b)
-
-
-def _lie_alike(case: Case, left: int, right: int) -> bool:
-    """Whether two values lie alike in what was fingerprinted of their storages, element by element."""
-    placed = []
-    for side, value in ((case.left, left), (case.right, right)):
-        contents, offset = side.contents, side.trace.values.offset
-        known = side.trace.fingerprint(value) is not None
-        whole = value if known else int(contents.states.base[contents.states.of[value]])
-        metas = side.trace.meta(value), side.trace.meta(whole)
-        placed.append((int(offset[value] - offset[whole]), *((m.shape, m.stride) for m in metas)))
-    return placed[0] == placed[1]
 
 
 def _computing_precision(case: Case, origin: Origin) -> float | None:
@@ -144,7 +145,9 @@ def _op_size(case: Case, origin: Origin, found: Difference | None) -> Size:
     assert op.left is not None
     assert op.right is not None
     bound = _bound(case, origin)
-    if origin.settings or draws(case.left, op.left) or draws(case.right, op.right):
+    # one sample of batches of other sizes: shapes and masks are other arguments without being other work
+    set_otherwise = bool(origin.settings) and not case.by_sample
+    if set_otherwise or draws(case.left, op.left) or draws(case.right, op.right):
         return Size(found, bound, bound.loose if bound else None, material=True)
     if found is None or bound is None or not found.comparable or found.relative is None:
         return Size(found, bound, None, material=True)

@@ -54,8 +54,25 @@ class Pairs:
         if refined.cut_short:
             self.cut_short = max(self.cut_short or (0, 0), refined.cut_short)
         for op in i[refined.level >= weak].tolist():
-            if not self._supported(op, int(self.right_of[op])):
+            other = int(self.right_of[op])
+            if not self._supported(op, other) and not self._may_be(op, other, weak):
                 self.drop(op)
+
+    def _may_be(self, i: int, j: int, weak: int) -> bool:
+        """Whether two ops of one name in one call can be the same although no input shows it.
+
+        One sample of batches of other sizes: no two layouts are equal, and contents rarely to the last bit.
+        """
+        left, right = self.left, self.right
+        if not left.by_sample or weak != _WEAK_IN_SCOPE:
+            return False
+        if left.tokens.name[i] != right.tokens.name[j]:
+            return False
+        a, b = left.trace.ops.inputs[i], right.trace.ops.inputs[j]
+        for p, q in zip(left.maker[left.root[a]], right.maker[right.root[b]], strict=False):
+            if p >= 0 and q >= 0 and (self.right_of[p] >= 0 or self.left_of[q] >= 0):
+                return False
+        return True
 
     def _supported(self, i: int, j: int) -> bool:
         """Whether an input of both is the same: by content, or because a pair made it."""
@@ -67,6 +84,7 @@ class Pairs:
                 return True
             if self.left.by_lineage[x] and self.left.by_lineage[x] == self.right.by_lineage[y]:
                 return True
+            x, y = int(self.left.root[x]), int(self.right.root[y])
             p, q = int(self.left.producer[x]), int(self.right.producer[y])
             if p >= 0 and q >= 0 and self.right_of[p] == q:
                 return True
@@ -193,10 +211,11 @@ def _sources(contents: Contents, ops: Ints, number_of: Callable[[Ints], Ints], s
         return _nothing(ops, side)
     within = spread(np.zeros(len(ops), np.int64), lengths)
     values = inputs.values[spread(inputs.offsets[ops], lengths)]
-    maker = contents.maker[values]
+    roots = contents.root[values]
+    maker = contents.maker[roots]
     pair = np.where(maker >= 0, number_of(maker), -1)
     known = mix(
-        (pair + 1).astype(np.uint64), np.maximum(contents.root_slot[values], 0).astype(np.uint64)
+        (pair + 1).astype(np.uint64), np.maximum(contents.root_slot[roots], 0).astype(np.uint64)
     )
     word_of = np.where(pair >= 0, known, contents.by_place[values])
     placed = np.concatenate([mix(word_of, within.astype(np.uint64)), np.zeros(1, np.uint64)])

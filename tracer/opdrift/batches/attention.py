@@ -85,27 +85,24 @@ def recurrent_layer(call: Call, k: int) -> Placed:
     first = next(call.operands)
     shape = call.outputs[k]
     if len(shape) == first.ndim and shape[:2] == first.shape[:2]:
-        return Placed(tuple(p for p in first.positions if p.dim < 2), _in_features(first))
+        return Placed(tuple(p for p in first.positions if p.dim < 2), _not_at(first, 1))
     if len(shape) < 2:
         return _workspace(first)
     states = [moved(p, len(shape) - 2) for p in first.batch if p.dim == 1]
-    return Placed(tuple(states), _in_features(first))
+    return Placed(tuple(states), _not_at(first, 1))
 
 
 def recurrent_stack(call: Call, k: int) -> Placed:
     """lstm, gru as one op (inference_mode shows them whole): batch_first says which dim is the batch."""
     first = next(call.operands)
     shape = call.outputs[k]
+    batch = 0 if call.value("batch_first", False) else 1
+    flags = _not_at(first, batch) if first.ndim == 3 else _in_features(first)
     if k == 0:
-        return Placed(
-            tuple(p for p in first.positions if p.dim < first.ndim - 1), _in_features(first)
-        )
+        return Placed(tuple(p for p in first.positions if p.dim < first.ndim - 1), flags)
     if k > 2:
         return _workspace(first)
-    batch = 0 if call.value("batch_first", False) else 1
-    return Placed(
-        tuple(moved(p, len(shape) - 2) for p in first.batch if p.dim == batch), _in_features(first)
-    )
+    return Placed(tuple(moved(p, len(shape) - 2) for p in first.batch if p.dim == batch), flags)
 
 
 def recurrent_cell(call: Call, k: int) -> Placed:
@@ -122,6 +119,11 @@ def recurrent_cell(call: Call, k: int) -> Placed:
 def _workspace(operand: Operand) -> Placed:
     """Memory that the backward needs, laid out as the library likes."""
     return Placed((), UNKNOWN if operand.batch else 0)
+
+
+def _not_at(operand: Operand, dim: int) -> int:
+    """Samples that lie elsewhere than in the dim of the batch are steps or features of each other."""
+    return MIXED if any(p.dim != dim for p in operand.batch) else 0
 
 
 def _in_features(operand: Operand) -> int:

@@ -16,7 +16,7 @@ from opdrift.batches.calls import (
     line_up,
     moved,
 )
-from opdrift.tracefile.axes import BATCH, LENGTH_UNKNOWN, UNKNOWN, Position
+from opdrift.tracefile.axes import BATCH, LENGTH_UNKNOWN, MIXED, UNKNOWN, Position
 
 # ---- joining -----------------------------------------------------------------------------------------
 
@@ -171,7 +171,12 @@ def flipped(call: Call, k: int) -> Placed:
 def rolled(call: Call, k: int) -> Placed:
     """Items move around the end of some dims."""
     first = next(call.operands)
-    return _without(first, [dim_of(d, first.ndim) for d in call.value("dims") or range(first.ndim)])
+    dims = {dim_of(d, first.ndim) for d in call.value("dims") or range(first.ndim)}
+    if call.value("dims") and any(p.dim in dims for p in first.batch):
+        # each sample's place holds another one now
+        found = _without(first, dims - {p.dim for p in first.batch})
+        return found._replace(flags=found.flags | MIXED)
+    return _without(first, dims)
 
 
 def padded(call: Call, k: int) -> Placed:

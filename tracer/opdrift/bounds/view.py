@@ -174,14 +174,18 @@ class OpViews:
             name=info.name,
             arguments=dict(op.signature.arguments),
             inputs=[self.statistics(v) for v in op.inputs],
-            input_metas=[self._trace.meta(v) for v in op.inputs],
+            input_metas=[self.meta(v) for v in op.inputs],
             outputs=[self.statistics(v) for v in op.outputs],
-            output_metas=[self._trace.meta(v) for v in op.outputs],
+            output_metas=[self.meta(v) for v in op.outputs],
             mutated=op.mutated,
             pointwise=info.pointwise,
             reduction=info.reduction,
             setting=self._settings.before(op.seq),
         )
+
+    def meta(self, value: int) -> TensorMeta:
+        """A value's layout."""
+        return self._trace.meta(value)
 
     def statistics(self, value: int) -> Fingerprint | None:
         """A value's fingerprint, or its base's restated for it (digest, sketch and sample left out)."""
@@ -194,19 +198,23 @@ class OpViews:
         if at == len(self._keys) or self._keys[at] != key:
             return None
         found = self._trace.fingerprint(int(self._known[at]))
-        meta = self._trace.meta(value)
         assert found is not None
-        components = math.prod(meta.shape) * (2 if meta.dtype.startswith("complex") else 1)
-        scale = components / max(found.n, 1)
-        return replace(
-            found,
-            raw=0,
-            n=components,
-            sum=found.sum * scale,
-            ssq=found.ssq * scale,
-            sketch=None,
-            sample=np.zeros(0, np.uint64),
-        )
+        return restated(found, self._trace.meta(value))
+
+
+def restated(found: Fingerprint, meta: TensorMeta) -> Fingerprint:
+    """The statistics that a part of a tensor has if it is like the whole; it has no digest, sketch or sample."""
+    components = math.prod(meta.shape) * (2 if meta.dtype.startswith("complex") else 1)
+    scale = components / max(found.n, 1)
+    return replace(
+        found,
+        raw=0,
+        n=components,
+        sum=found.sum * scale,
+        ssq=found.ssq * scale,
+        sketch=None,
+        sample=np.zeros(0, np.uint64),
+    )
 
 
 def base_name(name: str) -> str:

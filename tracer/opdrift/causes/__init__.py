@@ -12,6 +12,7 @@ from typing import Final
 
 from opdrift.causes import (
     arguments,
+    batch,
     casts,
     environment,
     exchanged,
@@ -33,6 +34,10 @@ __all__ = ["CAUSES", "Evidence", "Shared", "causes_of"]
 #: Slug -> function, from specific to general.
 CAUSES: Final[dict[str, Callable[[Evidence], Cause | None]]] = {
     "rounding": kernels.rounding,
+    "padded-mask": batch.padded_mask,
+    "padded-positions": batch.padded_positions,
+    "padding": batch.padding,
+    "batch-mixing": batch.batch_mixing,
     "uninitialised": memory.uninitialised,
     "race": memory.race,
     "fsdp-gather": structure.fsdp_gather,

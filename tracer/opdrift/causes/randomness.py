@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from opdrift.case import Side
 from opdrift.causes.evidence import SIDES, Evidence, cause, counted, scope, some
+from opdrift.causes.spans import mixes
 from opdrift.origins.kinds import TRAINING, draws
 from opdrift.records import Cause
 from opdrift.tokens import base
@@ -19,7 +20,9 @@ def dropout(e: Evidence) -> Cause | None:
     if not drawing or not any(is_dropout(side, op) for _, side, op in drawing):
         return None
     one_sided = len(drawing) == 1
-    if not one_sided and (_trains(e) or _extra_draws(e) or _same_state(drawing) or _seeds(e)):
+    otherwise = _trains(e) or _extra_draws(e) or _same_state(drawing) or _seeds(e)
+    # of batches of other sizes the same state gives a sample other numbers
+    if not one_sided and otherwise and not e.case.by_sample:
         return None
     name, side, op = next(d for d in drawing if is_dropout(d[1], d[2]))
     call = side.call(op)
@@ -62,7 +65,7 @@ def rng(e: Evidence) -> Cause | None:
     if not (draws(left, i) and draws(right, j)):
         return None
     states = int(left.trace.ops.rng[i]), int(right.trace.ops.rng[j])
-    if states[0] == states[1] != 0:
+    if states[0] == states[1] != 0 and not e.case.by_sample:
         return None  # the same state gave other numbers: another implementation
     first = e.shared.draws
     evidence = [
@@ -85,6 +88,10 @@ def rng(e: Evidence) -> Cause | None:
         evidence += [f"{name}: {words}" for name, words in zip(SIDES, seeds, strict=True)]
         summary = f"{left.name(i)} in {scope(left.module(i))} draws other numbers: the runs were seeded differently"
         remedy = "Call torch.manual_seed with the same seed at the same place in both runs."
+    elif states[0] == states[1]:
+        evidence.append("the state is the same: numbers are drawn for the whole batch at once")
+        summary = f"{left.name(i)} in {scope(left.module(i))} draws for all samples, so a sample's numbers depend on the batch"
+        remedy = "Draw for each sample by itself, or leave the random op out when you compare single samples."
     else:
         at_start = [d for d in e.shared.environment if d.name.startswith("seed.")]
         evidence += [f"{d.name}: {d.left} against {d.right}" for d in at_start]
@@ -111,7 +118,7 @@ def train_mode(e: Evidence) -> Cause | None:
     one_sided = None not in modes and modes[0] != modes[1]
     if (
         not differs
-        and e.origin.inputs_match is None
+        and (e.origin.inputs_match is None or e.case.by_sample)
         and (found := _batch_statistics(e)) is not None
     ):
         return found
@@ -146,6 +153,10 @@ def _batch_statistics(e: Evidence) -> Cause | None:
         given = dict(side.op(op).signature.arguments)
         if not any(given.get(argument) is True for argument in TRAINING):
             return None
+        if e.case.by_sample and not any(
+            s.one and mixes(s, o) for _, s, o in e.sides if o is not None
+        ):
+            return None  # instance norm: statistics of each sample by itself
         sizes.append(str(side.trace.meta(int(side.trace.ops.inputs[op][0]))))
     found = e.any_op
     if found is None or sizes[0] == sizes[1]:

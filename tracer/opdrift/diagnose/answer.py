@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -23,8 +24,10 @@ from opdrift.diagnose.surroundings import (
     without_unused_seeds,
 )
 from opdrift.errors import IncomparableTracesError
+from opdrift.origins.effects import Effects, cancelled, lost_from_sight
 from opdrift.origins.model import Origin
 from opdrift.origins.search import Found, find_origins
+from opdrift.origins.single import own_settings
 from opdrift.receivers import Received, amplifier, receive
 from opdrift.records import (
     Alignment,
@@ -69,12 +72,11 @@ def diagnose(
             f"{left.path} has fingerprints of kind {left.header.fingerprint!r}, {right.path} of kind"
             f" {right.header.fingerprint!r}. Record both runs with the same version of opdrift."
         )
-    case = build_case(left, right, maps, same_size=samples is not None)
+    case = build_case(left, right, maps, samples=samples)
     environment = without_unused_seeds(case, environment_of(left.header, right.header))
-    # of a batch of another size the results cannot be held against each other, so every op counts
-    whole = left.complete and right.complete and samples is None
+    whole = left.complete and right.complete
     found = find_origins(case, whole=whole)
-    if not found.origins and not whole:
+    if not found.origins and (not whole or (samples is not None and not found.sinks)):
         raise _nothing_found(left, right, case)
     sizes = receive(case, found.receivers)
     judged = _judge(case, found, sizes, environment, tolerance)
@@ -113,9 +115,9 @@ def _nothing_found(left: Trace, right: Trace, case: Case) -> IncomparableTracesE
     """Nothing differs in what can be compared, and that is not all."""
     if left.complete and right.complete:
         return IncomparableTracesError(
-            f"Nothing differs in the tensors of {left.path} and {right.path} that have the same size in"
-            " both runs, and this version does not yet compare single samples of the others. Compare runs"
-            " of equal batches, or slice the sample out in both programs and record that."
+            f"No result of {left.path} and {right.path} can be compared for one sample: each is made of all"
+            " samples, or the sample could not be followed to it. Let the model return a tensor that carries"
+            " the batch, or compare runs of one sample each."
         )
     which = " and ".join(f"{t.path} is {t.incomplete}" for t in (left, right) if not t.complete)
     return IncomparableTracesError(
@@ -141,6 +143,8 @@ def _judge(
         *grouped_leaves(found.origins, judge),
         *(judge(o) for o in found.origins if o.kind != "leaf"),
     ]
+    if case.by_sample:
+        origins = _with_effect(case, found, origins, judge)
     if all(not j.size.material for j in origins):
         # with a material origin upstream, a large difference further down is no news
         origins += [judge(o) for o in _amplified(case, received)]
@@ -158,9 +162,35 @@ def _origin_sizes(judged: Sequence[Judged]) -> dict[int, float]:
     return found
 
 
+def _with_effect(
+    case: Case, found: Found, judged: list[Judged], judge: Callable[[Origin], Judged]
+) -> list[Judged]:
+    """Without the material origins that make no difference to a result of the sample.
+
+    If nothing is left, the first op at which such a difference cancels stands for what is left of it.
+    """
+    effects = Effects(case, [s for s in found.sinks if s.differs])
+    kept, ends = [], set[int]()
+    for each in judged:
+        ended = effects.ends(each.origin) if each.size.material else None
+        if ended is None:
+            kept.append(each)
+        else:
+            ends.update(ended)
+    if not kept:
+        kept = [judge(o) for o in map(partial(cancelled, case), sorted(ends)) if o is not None][:1]
+    return kept
+
+
 def _amplified(case: Case, received: Sequence[Received]) -> list[Origin]:
     """The first receiver whose inputs do not explain its output."""
     first = next((r for r in received if r.unexplained), None)
+    if case.by_sample:
+        lost = next(
+            (o for o in (lost_from_sight(case, r) for r in received) if o is not None), None
+        )
+        if lost is not None and (first is None or lost.order < int(case.pairing.left[first.row])):
+            return [lost]
     if first is None:
         return []
     i, j = int(case.pairing.left[first.row]), int(case.pairing.right[first.row])
@@ -175,6 +205,7 @@ def _amplified(case: Case, received: Sequence[Received]) -> list[Origin]:
             values=Sides(int(outputs.left[place]), int(outputs.right[place])),
             slot=first.slot,
             order=float(i),
+            settings=own_settings(case.settings(i, j)) if case.by_sample else (),
             inputs_match=False,
         )
     ]

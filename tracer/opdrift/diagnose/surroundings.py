@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from opdrift.case import Case, Side
 from opdrift.origins.search import Found, random_draws
 from opdrift.records import EnvironmentDifference, Header, Sides, TraceSummary, UnpairedGroup
+from opdrift.sinks import results_of_all
 from opdrift.tracefile.reader import Ints, Trace
 
 #: Groups of unpaired ops that are listed.
@@ -123,8 +125,28 @@ def notes_of(case: Case, found: Found, *, samples: tuple[int, int] | None) -> tu
             verbs = "differ but have" if len(names) > 1 else "differs but has"
             notes.append(f"{listed} {verbs} no part in a result that differs")
     if samples is not None:
-        notes.append(
-            f"sample {samples[0]} against {samples[1]} was asked for, but single samples are not yet compared:"
-            " tensors of different size on the two sides were not compared"
-        )
+        notes += _of_samples(case, samples)
     return tuple(notes)
+
+
+def _of_samples(case: Case, samples: tuple[int, int]) -> list[str]:
+    """Which samples were compared, and which results were not."""
+    batches = [s.trace.batch for s in (case.left, case.right)]
+    words = [
+        f"sample {number} of a batch of {batch.size if batch is not None else 1}"
+        for number, batch in zip(samples, batches, strict=True)
+    ]
+    found = [f"{words[0]} on the left against {words[1]} on the right"]
+    other = results_of_all(case.compared, case.left.leaves, case.right.leaves)
+    if other.common:
+        found.append(f"{_some(other.common)}: made of all samples, so not compared")
+    if other.unknown:
+        found.append(
+            f"{_some(other.unknown)}: the sample could not be followed to it, so not compared"
+        )
+    return found
+
+
+def _some(names: Sequence[str]) -> str:
+    listed = ", ".join(names[:4])
+    return listed + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -13,7 +13,8 @@ from opdrift.records import ArgumentDifference, DivergenceKind, Leaf, Sides
 #: other run left alone. "placed": the same op wrote the same content, but elsewhere in a larger tensor. "other-source": the runs read different tensors that both have. "region": one run
 #: has ops between that the other has not. "settings": inputs differ already, and so do the arguments.
 #: "nonfinite": NaN or infinite values appear although none came in. "amplified": the output differs by
-#: more than the inputs explain.
+#: more than the inputs explain. "padding": of one sample a view takes what is valid in one run, and padding in the
+#: other. "cancelled": the inputs differ by more than rounding, and what comes of them does not.
 Story = Literal[
     "leaf",
     "op",
@@ -26,6 +27,8 @@ Story = Literal[
     "settings",
     "nonfinite",
     "amplified",
+    "padding",
+    "cancelled",
 ]
 
 NO_LEAF: Final[Sides[Leaf | None]] = Sides(None, None)

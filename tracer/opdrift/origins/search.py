@@ -10,15 +10,16 @@ from typing import Final
 import numpy as np
 
 from opdrift.case import Case
-from opdrift.contents import Contents, Flags
+from opdrift.contents import Flags
 from opdrift.flow import reaching
 from opdrift.origins import leaves as leaf_origins
+from opdrift.origins import single
 from opdrift.origins.kinds import draws
 from opdrift.origins.model import Origin
 from opdrift.origins.regions import Region, representative
 from opdrift.origins.slots import SlotJudge
 from opdrift.records import ArgumentDifference, Leaf, Sides
-from opdrift.sinks import Sink, find_sinks
+from opdrift.sinks import Sink, find_sinks, sample_sinks
 from opdrift.tracefile.reader import Ints
 
 #: After this many origins the search stops: the programs have little in common.
@@ -57,7 +58,8 @@ def find_origins(case: Case, *, whole: bool) -> Found:
         case: Two paired traces.
         whole: The results of both runs are known and can be compared; else every op counts.
     """
-    sinks = find_sinks(case.compared, case.left.leaves, case.right.leaves) if whole else []
+    find = sample_sinks if case.by_sample else find_sinks
+    sinks = find(case.compared, case.left.leaves, case.right.leaves) if whole else []
     differing = [s for s in sinks if s.differs]
     if whole and not differing:
         unused = tuple(leaf_origins.differing(case))
@@ -81,11 +83,16 @@ def find_origins(case: Case, *, whole: bool) -> Found:
             stopped = True
             break
     rows = np.union1d(np.array(receivers, np.int64), _plain_receivers(case, live))
+    if case.by_sample:
+        origins += single.padding_views(
+            case, _counts(case, live, np.arange(len(case.pairing.left)))
+        )
     if not stopped:
         for origin in _at_results(case, judge, differing, origins):
             judge.report(origin)
             origins.append(origin)
-        origins += _at_receivers(case, rows, {o.row for o in origins})
+        if not case.by_sample:  # other arguments are what batches of other sizes have
+            origins += _at_receivers(case, rows, {o.row for o in origins})
     first = sorted((o for o in origins if o.kind == "leaf"), key=lambda o: o.order)
     rest = sorted((o for o in origins if o.kind != "leaf"), key=lambda o: o.order)
     return Found((*first, *rest), rows, tuple(sinks), tuple(unused_pairs), stopped, live)
@@ -133,6 +140,8 @@ def _walk(
     for row in _counts(case, live, np.flatnonzero(direct | indirect)).tolist():
         if direct[row]:
             origin = _direct(case, row)
+            if case.by_sample:
+                origin = single.moved(case, origin)
             if origin.op.left not in made.left or origin.op.right not in made.right:
                 yield origin, row
             continue
@@ -163,6 +172,10 @@ def _direct(case: Case, row: int) -> Origin:
     compared, pairing = case.compared, case.pairing
     i, j = int(pairing.left[row]), int(pairing.right[row])
     slot, values = _first_output(case, row)
+    settings = case.settings(i, j) if compared.settings_differ[row] else ()
+    if case.by_sample:
+        slot, values = single.worst_output(case, row) or (slot, values)
+        settings = single.own_settings(settings)
     return Origin(
         kind="op",
         story="op",
@@ -171,7 +184,7 @@ def _direct(case: Case, row: int) -> Origin:
         values=values,
         slot=slot,
         order=float(i),
-        settings=case.settings(i, j) if compared.settings_differ[row] else (),
+        settings=settings,
         inputs_match=True if compared.inputs_known[row] else None,
     )
 
@@ -242,7 +255,7 @@ def _same_shapes(case: Case, row: int) -> bool:
 
 def _newly_nonfinite(case: Case, rows: Ints) -> Ints:
     """Rows at which one side has non-finite outputs that its inputs do not have, and the other has not."""
-    counts = _nonfinite(case.left.contents), _nonfinite(case.right.contents)
+    counts = case.left.contents.nonfinite, case.right.contents.nonfinite
     total = len(case.pairing.left)
 
     def any_of(pairs: Ints, flags: Flags) -> Flags:
@@ -257,18 +270,6 @@ def _newly_nonfinite(case: Case, rows: Ints) -> Ints:
     hits = (out_left != out_right) & ~in_any
     chosen: Ints = rows[hits[rows]]
     return chosen
-
-
-def _nonfinite(contents: Contents) -> Ints:
-    """Non-finite elements of each value, or of the largest one in its state."""
-    prints = contents.trace.fingerprints
-    total = prints.number("nan") + prints.number("pinf") + prints.number("ninf")
-    row = contents.trace.values.fingerprint
-    base = contents.states.base[contents.states.of]
-    source = np.where(row >= 0, row, np.where(base >= 0, row[base], -1))
-    padded = np.concatenate([total.astype(np.int64), np.zeros(1, np.int64)])
-    found: Ints = padded[source]
-    return found
 
 
 # ---- results -----------------------------------------------------------------------------------------------

@@ -1,0 +1,348 @@
+"""One sample alone against the same sample in a batch, in models of many kinds: the verdict, place and cause are right.
+
+Every mistake has its sound twin: the same model without it, which differs by rounding at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+from batch_models import (
+    EagerBert,
+    Esm,
+    FusedBert,
+    Llama,
+    Mixing,
+    Mixture,
+    Pooling,
+    Recurrent,
+    Speech,
+)
+from torch import Tensor, nn
+
+import opdrift
+
+Inputs = Sequence[Tensor]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One model, its inputs for the sample alone and for the batch, and what is to be said.
+
+    `verdict` "sound" is identical or rounding.
+    """
+
+    name: str
+    model: Callable[[], nn.Module]
+    alone: Callable[[], Inputs]
+    together: Callable[[], Inputs]
+    lengths: tuple[int, ...] | None
+    sample: int
+    verdict: Literal["diverged", "sound"] = "sound"
+    ops: frozenset[str] = field(default_factory=frozenset)
+    module: str | None = None
+    causes: frozenset[str] = field(default_factory=frozenset)
+    pad_side: Literal["left", "right"] = "right"
+    alone_lengths: tuple[int, ...] | None = None
+
+
+SCENARIOS: list[Scenario] = []
+
+
+def add(
+    family: Family,
+    fault: str,
+    ops: str = "",
+    *,
+    module: str | None = None,
+    cause: str = "",
+    side: Literal["left", "right"] = "right",
+    **options: object,
+) -> None:
+    """A mistake if `ops` are given, which it is found at; else a sound run."""
+    make, given = family
+    alone, together, lengths, sample = given(side)
+    SCENARIOS.append(
+        Scenario(
+            f"{make.__name__}: {fault or 'sound'}, {side}",
+            lambda: make(fault, **options),
+            alone,
+            together,
+            lengths,
+            sample,
+            "diverged" if ops else "sound",
+            frozenset(f"aten.{op}" for op in ops.split()),
+            module,
+            frozenset(cause.split()),
+            side,
+        )
+    )
+
+
+Given = tuple[Callable[[], Inputs], Callable[[], Inputs], tuple[int, ...] | None, int]
+Family = tuple[Callable[..., nn.Module], Callable[[str], Given]]
+
+LENGTHS = (9, 5, 7)
+
+
+def tokens(side: str, *, low: int = 2, pad: int = 0) -> tuple[list[Tensor], Tensor]:
+    """Token ids of each sample, and all of them padded."""
+    torch.manual_seed(3)
+    each = [torch.randint(low, 20, (n,)) for n in LENGTHS]
+    padded = torch.full((len(LENGTHS), max(LENGTHS)), pad)
+    for row, ids in zip(padded, each, strict=True):
+        row[len(row) - len(ids) if side == "left" else 0 :][: len(ids)] = ids
+    return each, padded
+
+
+def masked_tokens(side: str) -> Given:
+    """Ids and a mask; sample 1."""
+    each, padded = tokens(side)
+    one = each[1][None]
+    return (
+        lambda: (one, torch.ones_like(one, dtype=torch.bool)),
+        lambda: (padded, padded != 0),
+        LENGTHS,
+        1,
+    )
+
+
+def esm_tokens(side: str) -> Given:
+    """Ids whose padding is 1; some are masked; sample 2."""
+    each, padded = tokens(side, pad=1)
+    for ids, row in zip(each, padded, strict=True):
+        row[row == ids[2]] = 32
+        ids[ids == ids[2].clone()] = 32
+    padded[0, 4:6] = 32
+    return lambda: (each[2][None],), lambda: (padded,), LENGTHS, 2
+
+
+def counted_tokens(side: str) -> Given:
+    """Ids and lengths; sample 1."""
+    each, padded = tokens(side)
+    return (
+        lambda: (each[1][None], torch.tensor([LENGTHS[1]])),
+        lambda: (padded, torch.tensor(LENGTHS)),
+        LENGTHS,
+        1,
+    )
+
+
+def waves(side: str) -> Given:
+    """Waveforms and lengths; sample 1."""
+    torch.manual_seed(4)
+    lengths = (60, 38, 44)
+    padded = torch.zeros(3, 60)
+    each = [torch.randn(n) for n in lengths]
+    for row, wave in zip(padded, each, strict=True):
+        row[: len(wave)] = wave
+    return (
+        lambda: (each[1][None], torch.tensor([38])),
+        lambda: (padded, torch.tensor(lengths)),
+        lengths,
+        1,
+    )
+
+
+def features(side: str) -> Given:
+    """Rows of features without a length; sample 2."""
+    torch.manual_seed(5)
+    x = torch.randn(5, 12) * torch.tensor([1.0, 4.0, 0.5, 2.0, 1.0])[:, None]
+    return lambda: (x[2:3],), lambda: (x,), None, 2
+
+
+def sequences(side: str) -> Given:
+    """Sequences of features of equal length; sample 1."""
+    torch.manual_seed(6)
+    x = torch.randn(3, 6, 8)
+    return lambda: (x[1:2],), lambda: (x,), None, 1
+
+
+def padded_features(side: str) -> Given:
+    """Sequences of features and a mask; padding is zeros; sample 1."""
+    torch.manual_seed(7)
+    each = [torch.randn(n, 8) for n in LENGTHS]
+    padded = torch.zeros(3, 9, 8)
+    mask = torch.zeros(3, 9, dtype=torch.bool)
+    for k, x in enumerate(each):
+        start = 9 - len(x) if side == "left" else 0
+        padded[k, start : start + len(x)] = x
+        mask[k, start : start + len(x)] = True
+    one = each[1][None]
+    return (
+        lambda: (one, torch.ones(1, 5, dtype=torch.bool)),
+        lambda: (padded, mask),
+        LENGTHS,
+        1,
+    )
+
+
+SDPA = "_scaled_dot_product_flash_attention_for_cpu.default"
+ADDMM = "addmm.default"
+
+bert: Family = (EagerBert, masked_tokens)
+add(bert, "")
+add(bert, "positions from the mask", side="left")
+add(
+    bert,
+    "",
+    "embedding.default arange.default",
+    module="positions",
+    cause="position-ids",
+    side="left",
+)
+add(bert, "mask never arrives", "_softmax.default", module="attention", cause="mask")
+add(bert, "mask of the other polarity", "_softmax.default", module="attention", cause="mask")
+add(
+    bert,
+    "mask from the other side",
+    "rsub.Scalar lt.Tensor masked_fill.Scalar _softmax.default",
+    module="attention",
+    cause="mask",
+)
+add(bert, "softmax over the batch", "_softmax.default", module="attention", cause="batch-mixing")
+add(bert, "softmax over the heads", "bmm.default", module="attention", cause="padding mask")
+
+fused: Family = (FusedBert, masked_tokens)
+add(fused, "")
+add(fused, "", side="left")
+add(fused, "second layer forgets the mask", SDPA, module="layers.1", cause="mask")
+
+llama: Family = (Llama, masked_tokens)
+add(llama, "")
+add(llama, "", side="left")
+add(llama, "rotary of the padded length", side="left")
+add(
+    llama,
+    "sinusoids of the padded length",
+    "sin.default cos.default cat.default repeat.default mul.Tensor",
+    cause="position-ids",
+    side="left",
+)
+add(llama, "causal only", SDPA, module="layers.0", cause="mask", side="left")
+add(llama, "causal only", side="right")
+
+esm: Family = (Esm, esm_tokens)
+add(esm, "")
+add(esm, "share over the batch", "sum.default div.Tensor", module="", cause="batch-mixing")
+add(
+    esm,
+    "batch and length exchanged",
+    "_scaled_dot_product_flash_attention_for_cpu.default _scaled_dot_product_attention_math.default bmm.default baddbmm.default _softmax.default",
+    module="attention",
+    cause="batch-mixing mask",
+)
+
+speech: Family = (Speech, waves)
+add(speech, "")
+add(speech, "masked mean")
+add(
+    speech,
+    "convolution reaches into padding",
+    "convolution.default",
+    module="second",
+    cause="padding",
+)
+add(speech, "instance norm over time", "native_batch_norm.default", module="norm", cause="padding")
+add(speech, "group norm over time", "native_group_norm.default", module="norm", cause="padding")
+add(speech, "mean over time", "mean.dim", module="", cause="padding")
+add(speech, "maximum over time", "amax.default", module="", cause="padding")
+add(speech, "pooled over time", "_adaptive_avg_pool2d.default mean.dim", module="", cause="padding")
+add(
+    speech,
+    "divides by the padded length",
+    "div.Tensor div.Scalar",
+    module="",
+    cause="padding op-args",
+)
+add(speech, "spectrum over time", "_fft_r2c.default", module="", cause="padding")
+
+lstm: Family = (Recurrent, counted_tokens)
+add(lstm, "")
+add(lstm, "last valid position")
+add(lstm, "last state after padding", "mkldnn_rnn_layer.default", module="lstm", cause="padding")
+add(lstm, "both directions", "mkldnn_rnn_layer.default", module="lstm", cause="padding")
+add(lstm, "last position", "select.int", module="", cause="padding")
+add(lstm, "batch taken for length", "mkldnn_rnn_layer.default", module="lstm", cause="batch-mixing")
+
+mixture: Family = (Mixture, sequences)
+add(mixture, "")
+add(
+    mixture,
+    "capacity of the batch",
+    "cumsum.default where.default lt.Scalar",
+    module="",
+    cause="batch-mixing",
+)
+
+mixing: Family = (Mixing, features)
+add(mixing, "")
+add(mixing, "quantised by the sample")
+add(mixing, "centred by the batch", "mean.dim", module="", cause="batch-mixing")
+add(mixing, "scaled by the largest of the batch", "max.default", module="", cause="batch-mixing")
+add(mixing, "standardised over everything", "mean.default", module="", cause="batch-mixing")
+add(mixing, "softmax over the samples", "_softmax.default", module="", cause="batch-mixing")
+add(mixing, "quantised by the batch", "amax.default", module="", cause="batch-mixing")
+add(mixing, "rolled", "roll.default", module="", cause="batch-mixing")
+add(mixing, "sum over the batch size", "div.Tensor", module="", cause="batch-mixing op-args")
+add(
+    mixing,
+    "dropout",
+    "bernoulli_.float native_dropout.default div_.Scalar mul.Tensor",
+    module="",
+    cause="dropout rng",
+)
+
+pooling: Family = (Pooling, padded_features)
+add(pooling, "")
+add(pooling, "", side="left")
+add(pooling, "no mask", "_softmax.default", module="", cause="mask padding")
+
+
+def recorded(path: Path, model: nn.Module, inputs: Inputs, batch: opdrift.Batch) -> opdrift.Trace:
+    """The trace of one call."""
+    with torch.no_grad(), opdrift.record(path, model=model, batch=batch):
+        model(*inputs)
+    return opdrift.load(path)
+
+
+def compared(scenario: Scenario, folder: Path, *, flipped: bool = False) -> opdrift.Diagnosis:
+    """Alone against together, or the other way round."""
+    torch.manual_seed(0)
+    model = scenario.model().eval()
+    lengths, sample = scenario.lengths, scenario.sample
+    torch.manual_seed(1)
+    together = scenario.together()
+    torch.manual_seed(1)
+    alone = scenario.alone()
+    size = len(lengths) if lengths else len(together[0])
+    torch.manual_seed(2)
+    many = recorded(
+        folder / "many.trace", model, together, opdrift.Batch(size, lengths, scenario.pad_side)
+    )
+    own = None if lengths is None else [lengths[sample]]
+    torch.manual_seed(2)
+    one = recorded(folder / "one.trace", model, alone, opdrift.Batch(1, own, scenario.pad_side))
+    if flipped:
+        return opdrift.diff(many, one, samples=(sample, 0))
+    return opdrift.diff(one, many, samples=(0, sample))
+
+
+@pytest.mark.parametrize("flipped", [False, True], ids=["alone first", "batch first"])
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.name)
+def test_a_sample_in_a_batch(scenario: Scenario, flipped: bool, tmp_path: Path):
+    found = compared(scenario, tmp_path, flipped=flipped)
+
+    if scenario.verdict == "sound":
+        assert found.verdict in ("identical", "rounding"), found.first
+        return
+    assert found.verdict == "diverged"
+    assert found.first is not None
+    assert found.first.op in scenario.ops
+    assert scenario.module is None or found.first.module == scenario.module
+    assert found.first.cause.slug in scenario.causes

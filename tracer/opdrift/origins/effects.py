@@ -1,0 +1,161 @@
+"""Whether what differs at an origin makes a difference to a result of the sample.
+
+Some values may differ without doing harm: positions that all count padding, where only their distances matter;
+places in a buffer that all samples share. Their effect is followed through the pairs: where what comes out of
+them agrees up to rounding, it has ended.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+
+from opdrift.case import Case
+from opdrift.origins.model import Origin
+from opdrift.origins.single import entry, own_settings, size_of_result
+from opdrift.pairs import DIFFERENT, EQUAL, UNKNOWN
+from opdrift.receivers import Received
+from opdrift.records import Sides
+from opdrift.sinks import Sink
+from opdrift.sizes import measure
+
+
+class Effects:
+    """Follows differences through the pairs of a case.
+
+    Args:
+        case: One sample of each batch.
+        sinks: The results that differ.
+    """
+
+    def __init__(self, case: Case, sinks: Sequence[Sink]) -> None:
+        self._case = case
+        self._sinks = sinks
+        self._large: dict[tuple[int, int], bool] = {}
+        compared = case.compared
+        #: Per pair the rows of inputs that it, or what only one run made of it, made.
+        self._readers: dict[int, list[int]] = defaultdict(list)
+        for slot in np.flatnonzero(compared.inputs.status != EQUAL).tolist():
+            for maker in compared.behind(slot):
+                self._readers[maker].append(slot)
+
+    def ends(self, origin: Origin) -> list[int] | None:
+        """Where the effect of an origin ends.
+
+        Returns:
+            The pairs at which only rounding is left; None if a result differs by more, or if that is
+            not known.
+        """
+        if origin.row < 0 or not self._sinks:
+            return None
+        compared, case = self._case.compared, self._case
+        reached, ended = {origin.row}, set[int]()
+        front = [origin.row]
+        while front:
+            row = front.pop()
+            for slot in self._readers[row]:
+                reader = int(compared.inputs.pair[slot])
+                if reader in reached or not self._arrives(slot):
+                    continue
+                if self._goes_on(reader):
+                    reached.add(reader)
+                    front.append(reader)
+                else:
+                    ended.add(reader)
+        for sink in self._sinks:
+            if sink.left is None or sink.right is None:
+                return None
+            makers = compared.makers(sink.left, sink.right)
+            if (not makers or makers & reached) and self._is_large(sink.left, sink.right):
+                return None
+        return sorted(ended - reached, key=lambda r: int(case.pairing.left[r]))
+
+    def _arrives(self, slot: int) -> bool:
+        inputs = self._case.compared.inputs
+        if inputs.status[slot] == UNKNOWN:
+            return True
+        return self._is_large(int(inputs.left[slot]), int(inputs.right[slot]))
+
+    def _goes_on(self, row: int) -> bool:
+        """Whether a pair hands on more than rounding, as far as that is known."""
+        compared = self._case.compared
+        slots = compared.outputs_of(row)
+        return any(
+            compared.outputs.status[k] == UNKNOWN
+            or (
+                compared.outputs.status[k] != EQUAL
+                and self._is_large(int(compared.outputs.left[k]), int(compared.outputs.right[k]))
+            )
+            for k in slots
+        )
+
+    def _is_large(self, left: int, right: int) -> bool:
+        key = left, right
+        if key not in self._large:
+            gap = measure(self._case, left, right)
+            self._large[key] = (
+                gap is None
+                or gap.relative is None
+                or gap.nonfinite_changed
+                or gap.relative > size_of_result(self._case, left)
+            )
+        return self._large[key]
+
+
+def cancelled(case: Case, row: int) -> Origin | None:
+    """An origin at a pair whose inputs differ and whose outputs agree up to rounding; None if they are equal."""
+    outputs = case.compared.outputs
+    for place in case.compared.outputs_of(row):
+        if outputs.status[place] == DIFFERENT:
+            i, j = int(case.pairing.left[row]), int(case.pairing.right[row])
+            return Origin(
+                kind="op",
+                story="cancelled",
+                op=Sides(i, j),
+                row=row,
+                values=Sides(int(outputs.left[place]), int(outputs.right[place])),
+                slot=int(outputs.position[place]),
+                order=float(i),
+                inputs_match=False,
+            )
+    return None
+
+
+def lost_from_sight(case: Case, received: Received) -> Origin | None:
+    """The pair from which on a sample could not be followed, if what is known again differs by more than before.
+
+    Args:
+        case: One sample of each batch.
+        received: Sizes at a pair that reads what could not be followed.
+    """
+    if received.before is not None or received.after is None:
+        return None
+    row = entry(case, received.row)
+    if row is None:
+        return None
+    compared, outputs = case.compared, case.compared.outputs
+    place = next(k for k in compared.outputs_of(received.row) if outputs.status[k] == DIFFERENT)
+    values = int(outputs.left[place]), int(outputs.right[place])
+    limit = size_of_result(case, values[0])
+    came = [
+        measure(case, int(compared.inputs.left[k]), int(compared.inputs.right[k]))
+        for k in compared.inputs_of(row)
+        if compared.inputs.status[k] == DIFFERENT
+    ]
+    before = [gap.relative for gap in came if gap is not None and gap.relative is not None]
+    if received.after <= limit or max(before, default=0.0) > limit:
+        return None
+    i, j = int(case.pairing.left[row]), int(case.pairing.right[row])
+    return Origin(
+        kind="op",
+        story="amplified",
+        op=Sides(i, j),
+        row=row,
+        values=Sides(*values),
+        slot=0,
+        order=float(i),
+        settings=own_settings(case.settings(i, j)),
+        inputs_match=None,
+    )

@@ -1,0 +1,143 @@
+"""What the search for origins does otherwise where one sample of each batch is compared."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+
+from opdrift.bounds import explained
+from opdrift.case import Case
+from opdrift.origins.model import Origin
+from opdrift.pairs import DIFFERENT, UNKNOWN
+from opdrift.records import ArgumentDifference, Sides
+from opdrift.samples import SampleContents
+from opdrift.sizes import measure
+from opdrift.tracefile.reader import Ints
+
+#: Relative differences that mean nothing for a result, by bits of the dtype's significand: what a rotation by an
+#: angle of a thousand loses, and 16 roundings of a 16-bit type.
+SMALL: Final = {"float16": 2.0**-7, "bfloat16": 2.0**-4}
+SMALL_ELSE: Final = 1e-4
+_SIZES: Final = re.compile(r"\[?-?\d+(, -?\d+)*\]?")
+_DEEPEST: Final = 400
+
+
+def size_of_result(case: Case, value: int) -> float:
+    """The largest relative difference of a value that means nothing for what is computed of it."""
+    return SMALL.get(case.left.trace.meta(value).dtype, SMALL_ELSE)
+
+
+def own_settings(settings: tuple[ArgumentDifference, ...]) -> tuple[ArgumentDifference, ...]:
+    """Arguments that differ without being sizes, which follow from the batch and its padding."""
+    return tuple(
+        s
+        for s in settings
+        if not all(text is None or _SIZES.fullmatch(text) for text in (s.left, s.right))
+        or None in (s.left, s.right)
+    )
+
+
+def worst_output(case: Case, row: int) -> tuple[int, Sides[int | None]] | None:
+    """Of several outputs that differ, the one that does by most: of a recurrent layer often only its last state."""
+    outputs = case.compared.outputs
+    places = np.flatnonzero((outputs.pair == row) & (outputs.status == DIFFERENT)).tolist()
+    if len(places) < 2:
+        return None
+    sizes = []
+    for place in places:
+        gap = measure(case, int(outputs.left[place]), int(outputs.right[place]))
+        sizes.append(0.0 if gap is None or gap.relative is None else gap.relative)
+    place = places[int(np.argmax(sizes))]
+    return int(outputs.position[place]), Sides(int(outputs.left[place]), int(outputs.right[place]))
+
+
+# ---- views of padding ------------------------------------------------------------------------------------
+
+
+def padding_views(case: Case, rows: Ints) -> Iterator[Origin]:
+    """Views by which one run takes of the sample what is valid, and the other nothing but padding."""
+    left, right = case.left.contents, case.right.contents
+    assert isinstance(left, SampleContents)
+    assert isinstance(right, SampleContents)
+    a, b = left.one.places.padding, right.one.places.padding
+    outputs, inputs = case.compared.outputs, case.compared.inputs
+    apart = np.flatnonzero(
+        (outputs.status == DIFFERENT)
+        & (a[outputs.left] != b[outputs.right])
+        & np.isin(outputs.pair, rows)
+    )
+    came = set(inputs.pair[a[inputs.left] | b[inputs.right]].tolist())
+    for place in apart.tolist():
+        row = int(outputs.pair[place])
+        i, j = int(case.pairing.left[row]), int(case.pairing.right[row])
+        if row not in came and left.tokens.view[i]:
+            yield Origin(
+                kind="op",
+                story="padding",
+                op=Sides(i, j),
+                row=row,
+                values=Sides(int(outputs.left[place]), int(outputs.right[place])),
+                slot=int(outputs.position[place]),
+                order=float(i),
+                settings=case.settings(i, j),
+                inputs_match=True,
+            )
+
+
+# ---- what lies in the dark -------------------------------------------------------------------------------
+
+
+def entry(case: Case, row: int) -> int | None:
+    """The pair at which the sample was lost from sight, of a pair that reads what could not be followed.
+
+    Returns:
+        The first of those pairs in the left run; None if the pair itself may be at fault, as it reads something
+        of the sample that is known and can make something else of it.
+    """
+    compared = case.compared
+    blank = [k for k in _inputs_of(case, row) if compared.inputs.status[k] == UNKNOWN]
+    if not blank or (len(blank) < len(_inputs_of(case, row)) and not _is_exact(case, row)):
+        return None
+    found: set[int] = set()
+    stack, seen = list(blank), set(blank)
+    while stack and len(seen) < _DEEPEST:
+        for maker in compared.behind(stack.pop()):
+            slots = [k for k in _inputs_of(case, maker) if compared.inputs.status[k] == UNKNOWN]
+            unseen = [k for k in slots if compared.behind(k)]
+            if not unseen and _reads_sample(case, maker):
+                found.add(maker)
+            stack += [k for k in unseen if k not in seen]
+            seen.update(unseen)
+    return min(found, key=lambda r: int(case.pairing.left[r])) if found else None
+
+
+def _inputs_of(case: Case, row: int) -> list[int]:
+    return case.compared.inputs_of(row)
+
+
+def _is_exact(case: Case, row: int) -> bool:
+    return explained(case.left.views[int(case.pairing.left[row])], 0).exact
+
+
+def _reads_sample(case: Case, row: int) -> bool:
+    """Whether an op reads a tensor that carries the batch in one of the runs."""
+    for side, op in (
+        (case.left, int(case.pairing.left[row])),
+        (case.right, int(case.pairing.right[row])),
+    ):
+        if any(side.trace.batch_of(int(v)) is not None for v in side.trace.ops.inputs[op].tolist()):
+            return True
+    return False
+
+
+def moved(case: Case, origin: Origin) -> Origin:
+    """An origin at the pair where the sample was lost from sight, if it lies behind that."""
+    row = entry(case, origin.row) if origin.row >= 0 else None
+    if row is None:
+        return origin
+    i, j = int(case.pairing.left[row]), int(case.pairing.right[row])
+    return replace(origin, op=Sides(i, j), row=row, slot=0, order=float(i), inputs_match=None)
