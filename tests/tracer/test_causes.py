@@ -838,6 +838,7 @@ def test_versions_are_offered_as_a_further_cause():
 
 #: Rules that answer with the slug of another one.
 OTHER_RULES = {
+    "op-args-fused",
     "environment-draws",
     "mask-decided-otherwise",
     "mask-input",
