@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import opdrift
-from opdrift.picks import AttentionRegion, attention_regions, pick, region_pick
-from opdrift.picks.cpu import routine
+from opdrift.picks import AttentionRegion, Picks, attention_regions
 from opdrift.testing import Builder
 from opdrift.tracefile.reader import Trace
 
@@ -63,7 +62,7 @@ def test_a_fused_attention_op_is_the_pick(op: str, backend: str, library: str) -
     build = Builder()
     x = build.leaf("x")
     build.op(op, x, x, x)
-    found = pick(build.build(), 0)
+    found = Picks(build.build()).of(0)
     assert found is not None
     assert (found.backend, found.library, found.source) == (backend, library, "dispatcher")
     assert hasattr(SDPBackend, backend)
@@ -73,13 +72,13 @@ def test_ops_without_a_choice_have_no_pick() -> None:
     build = Builder()
     x = build.leaf("x")
     build.op("relu", x)
-    assert pick(build.build(), 0) is None
+    assert Picks(build.build()).of(0) is None
 
 
 def test_the_fast_path_of_an_encoder_layer_is_told(tmp_path: Path) -> None:
     layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
     trace, (ops,) = recorded(tmp_path / "t", lambda: layer(torch.zeros(2, 5, 16)))
-    found = pick(trace, ops[-1])
+    found = Picks(trace).of(ops[-1])
     assert found is not None
     assert found.backend is None
     assert found.reason == "the fast path of nn.TransformerEncoderLayer"
@@ -175,7 +174,7 @@ def refused(path: Path, *operands: Tensor, **options: Any) -> str | None:
     """Why flash did not run, asked of a call that torch itself gave to the math path."""
     trace, _ = recorded(path, lambda: F.scaled_dot_product_attention(*operands, **options))
     (region,) = attention_regions(trace)
-    found = region_pick(trace, region)
+    found = Picks(trace).of_region(region)
     assert found.refused == ({} if found.reason is None else {"FLASH_ATTENTION": found.reason})
     return found.reason
 
@@ -184,15 +183,20 @@ def test_the_reason_against_flash_is_named(tmp_path: Path) -> None:
     """torch's own words exist for some refusals only; the rules have one for each."""
     q, k, v = (torch.randn(2, 4, 6, 8) for _ in range(3))
     turned = torch.randn(2, 4, 8, 6).transpose(2, 3)
+    grad = torch.zeros(6, 6, requires_grad=True)
     cases: dict[str, tuple[tuple[Tensor, ...], dict[str, Any]]] = {
-        "dropout_p = 0.5 > 0": ((q, k, v), {"dropout_p": 0.5}),
-        "query, key and value must have 4 dims, not 3, 3, 3": ((q[0], k[0], v[0]), {}),
-        "numbers of heads differ without enable_gqa: 4, 1, 1": ((q, k[:, :1], v[:, :1]), {}),
-        "the last stride of the query is 6, not 1": ((turned, k, v), {}),
-        "a mask of shape [4, 6, 6] fits neither 2 nor 4 dims of the scores": (
+        "dropout_p is 0.5, above 0": ((q, k, v), {"dropout_p": 0.5}),
+        "query, key and value must have 4 dims, not 3": ((q[0], k[0], v[0]), {}),
+        "numbers of heads differ: 4, 1 and 1 (query, key, value), and enable_gqa is not set": (
+            (q, k[:, :1], v[:, :1]), {}),
+        "the last dim is not contiguous (stride of query 6)": ((turned, k, v), {}),
+        "attn_mask has 3 dims; fused kernels take 2 or 4": (
             (q, k, v), {"attn_mask": torch.zeros(4, 6, 6)}),
-        "batch sizes differ: 2, 1, 1": ((q, k[:1], v[:1]), {}),
-        "head dims differ: 8, 8, 6": ((q, k, v[..., :6]), {}),
+        "attn_mask requires grad": ((q, k, v), {"attn_mask": grad}),
+        "dropout_p is 0.5, above 0; also attn_mask requires grad": (
+            (q, k, v), {"attn_mask": grad, "dropout_p": 0.5}),
+        "batch sizes differ: 2, 1 and 1 (query, key, value)": ((q, k[:1], v[:1]), {}),
+        "head sizes differ: 8, 8 and 6 (query, key, value)": ((q, k, v[..., :6]), {}),
     }  # fmt: skip
     for number, (reason, (operands, options)) in enumerate(cases.items()):
         assert refused(tmp_path / str(number), *operands, **options) == reason
@@ -201,7 +205,7 @@ def test_the_reason_against_flash_is_named(tmp_path: Path) -> None:
 def test_flash_switched_off_is_the_reason(tmp_path: Path) -> None:
     q = torch.randn(2, 4, 6, 8)
     with sdpa_kernel(SDPBackend.MATH):
-        assert refused(tmp_path / "t", q, q, q) == "flash attention was switched off"
+        assert refused(tmp_path / "t", q, q, q) == "the flash backend is switched off"
 
 
 def test_flash_switched_off_during_the_run_is_the_reason(tmp_path: Path) -> None:
@@ -219,7 +223,21 @@ def test_flash_switched_off_during_the_run_is_the_reason(tmp_path: Path) -> None
     trace, _ = recorded(tmp_path / "t", run, lambda: Attention()(q))
     (region,) = attention_regions(trace)
     assert trace.header.flags["sdp.flash"] is True
-    assert region_pick(trace, region).reason == "flash attention was switched off"
+    assert Picks(trace).of_region(region).reason == "the flash backend is switched off"
+
+
+def test_a_switch_that_changes_at_a_line_that_is_known_is_seen(tmp_path: Path) -> None:
+    """The second time around the loop no line is new and no module is called."""
+    q = torch.randn(2, 4, 6, 8)
+
+    def run() -> None:
+        for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH):
+            with sdpa_kernel(backend):
+                F.scaled_dot_product_attention(q, q, q)
+
+    trace, _ = recorded(tmp_path / "t", run)
+    (region,) = attention_regions(trace)
+    assert Picks(trace).of_region(region).reason == "the flash backend is switched off"
 
 
 def test_wherever_torch_chooses_math_a_reason_is_found(tmp_path: Path) -> None:
@@ -232,7 +250,7 @@ def test_wherever_torch_chooses_math_a_reason_is_found(tmp_path: Path) -> None:
     for call, ops in zip(calls, cases, strict=True):
         inside = [regions[i] for i in ops if i in regions]
         if inside:
-            assert region_pick(trace, inside[0]).reason is not None, call
+            assert Picks(trace).of_region(inside[0]).reason is not None, call
         else:
             flash += 1
             assert "_scaled_dot_product_flash_attention_for_cpu" in names(trace, ops)
@@ -270,7 +288,7 @@ def test_attention_written_by_hand_is_a_region(
     assert (region.mask is not None) == masked
     shapes = [trace.meta(x).shape for x in (region.query, region.key, region.value, region.output)]
     assert shapes == [(2, 4, 6, 8)] * 4
-    found = region_pick(trace, region)
+    found = Picks(trace).of_region(region)
     assert (found.name, found.backend, found.source) == ("eager attention", None, "inferred")
 
 
@@ -355,7 +373,7 @@ def product(op: str, dtype: str, shapes: list[tuple[int, ...]], **flags: Any) ->
     )
     leaves = [build.leaf(f"x{i}", shape=shape, dtype=dtype) for i, shape in enumerate(shapes)]
     build.op(op, *leaves, shape=(1,))
-    found = routine(build.build(), 0)
+    found = Picks(build.build()).of(0)
     return None if found is None else f"{found.library} {found.name.split(': ')[1]}"
 
 
@@ -393,7 +411,7 @@ def test_flags_change_the_library() -> None:
 def test_the_rules_are_those_of_builds_with_mkl() -> None:
     build = Builder(flags={"mkldnn.enabled": True})
     build.op("mm", build.leaf("x"), build.leaf("y", shape=(8, 4)))
-    assert routine(build.build(), 0) is None
+    assert Picks(build.build()).of(0) is None
 
 
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="rules of builds with MKL")
@@ -422,7 +440,7 @@ def test_convolutions_follow_torchs_own_chooser(tmp_path: Path) -> None:
         warnings.simplefilter("ignore")
         trace, cases = recorded(tmp_path / "t", *calls)
     for ops, onednn in zip(cases, chosen, strict=True):
-        found = pick(trace, ops[-1])
+        found = Picks(trace).of(ops[-1])
         assert found is not None
         assert (found.library == "oneDNN") == onednn, (trace.op(ops[-1]), found)
     assert 0.1 < sum(chosen) / len(chosen) < 0.9

@@ -10,7 +10,7 @@ from opdrift.bounds import OpViews
 from opdrift.contents import Contents
 from opdrift.leaves import LeafTable
 from opdrift.pairs import Compared
-from opdrift.picks import AttentionRegion, attention_regions, pick
+from opdrift.picks import AttentionRegion, Picks
 from opdrift.provenance import Lineage
 from opdrift.records import ArgumentDifference, Call, Op, Pick, Sides
 from opdrift.samples import OneSample, SampleContents, SampleViews
@@ -88,13 +88,18 @@ class Side:
         return Lineage(self.trace)
 
     @cached_property
+    def picks(self) -> Picks:
+        """Which kernels its ops ran."""
+        return Picks(self.trace)
+
+    @property
     def attention(self) -> list[AttentionRegion]:
         """Attention calls that ran as several ops."""
-        return attention_regions(self.trace)
+        return self.picks.regions
 
     def pick(self, index: int | None) -> Pick | None:
         """Which kernel an op ran."""
-        return None if index is None else pick(self.trace, index)
+        return None if index is None else self.picks.of(index)
 
 
 @dataclass(frozen=True, slots=True)

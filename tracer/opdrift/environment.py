@@ -145,6 +145,8 @@ class Flags:
         "flush_denormal",
         "mha.fastpath",
         "mkldnn.deterministic",
+        "sdp.priority",
+        "cuda.capability",
     )
 
     def __init__(self) -> None:
@@ -273,6 +275,7 @@ def _flag_readers() -> dict[str, Reader]:
         "num_threads": torch.get_num_threads,
         "num_interop_threads": torch.get_num_interop_threads,
         "cpu_capability": torch.backends.cpu.get_cpu_capability,
+        "cuda.capability": _capability_reader(),
         "flush_denormal": _flushes_denormals,
         "grad_mode": torch.is_grad_enabled,
         "inference_mode": torch.is_inference_mode_enabled,
@@ -294,6 +297,18 @@ def _flag_readers() -> dict[str, Reader]:
 
 def _bound(function: Callable[..., object], *arguments: str) -> Reader:
     return lambda: function(*arguments)
+
+
+def _capability_reader() -> Reader:
+    """Reads the compute capability of the current GPU, as `9.0`, once the program has initialised CUDA."""
+    known: list[str] = []
+
+    def read() -> str | None:
+        if not known and _cuda_initialised():
+            known.append("{}.{}".format(*torch.cuda.get_device_capability()))
+        return known[0] if known else None
+
+    return read
 
 
 def _flushes_denormals() -> bool:

@@ -8,7 +8,6 @@ from opdrift.case import Side
 from opdrift.causes.evidence import Evidence, cause, number, op_names, scope, some
 from opdrift.causes.nondeterministic import NONDETERMINISTIC
 from opdrift.origins.kinds import draws
-from opdrift.picks import pick, region_pick
 from opdrift.records import COMPILED, Cause, Pick, Sides
 from opdrift.sizes import threads
 from opdrift.tokens import base
@@ -137,7 +136,7 @@ def kernel(e: Evidence) -> Cause | None:
     evidence = []
     if fused:
         name, side, op = fused[0]
-        chosen = pick(side.trace, op)
+        chosen = side.pick(op)
         evidence.append(
             f"{name}: {side.place(op)}" + (f": {chosen.reason}" if chosen and chosen.reason else "")
         )
@@ -174,7 +173,9 @@ def _other_result(e: Evidence) -> Cause | None:
     op = e.origin.op
     if op.left is None or op.right is None:
         return None
-    if draws(e.case.left, op.left) or draws(e.case.right, op.right):
+    states = int(e.case.left.trace.ops.rng[op.left]), int(e.case.right.trace.ops.rng[op.right])
+    drawing = draws(e.case.left, op.left) or draws(e.case.right, op.right)
+    if drawing and (states[0] != states[1] or not states[0]):
         return None
     picks = kernel_picks(e)
     devices = {
@@ -194,6 +195,8 @@ def _other_result(e: Evidence) -> Cause | None:
         else "inputs that explain less than this"
     )
     evidence = [f"same op, same arguments, {before}", _size(e)]
+    if drawing:
+        evidence.append(f"the generator's state was the same, too: {states[0]:016x}")
     if other:
         evidence.append(f"kernel: {_pick(picks.left)} against {_pick(picks.right)}")
     if len(devices) > 1:
@@ -279,7 +282,7 @@ def kernel_picks(e: Evidence) -> Sides[Pick | None]:
     found = []
     for n, (_, side, op) in enumerate(e.sides):
         ops = e.ops_of(n)
-        chosen = pick(side.trace, op) if op is not None else None
+        chosen = side.pick(op)
         if chosen is None or e.origin.story == "region":
             chosen = _region_pick(side, ops) or chosen
         found.append(chosen)
@@ -289,13 +292,13 @@ def kernel_picks(e: Evidence) -> Sides[Pick | None]:
 def _region_pick(side: Side, ops: list[int]) -> Pick | None:
     for op in ops:
         if any(word in side.name(op) for words in _FUSED for word in words):
-            return pick(side.trace, op)
+            return side.pick(op)
     inside = set(ops)
     if not any("softmax" in side.name(op) for op in ops):
         return None
     for region in side.attention:
         if inside.intersection(region.ops):
-            return region_pick(side.trace, region)
+            return side.picks.of_region(region)
     return None
 
 

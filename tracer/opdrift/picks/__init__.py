@@ -1,69 +1,142 @@
-"""Which implementation an op ran, from what the trace holds.
+"""Which implementation an op ran, and why, from what the trace holds.
 
 A fused attention op *is* the pick; the math path and attention written by hand are recognised by data
-flow (`attention_regions`); for matmul and convolution on CPUs the library follows from torch's own rules.
+flow (`attention_regions`), and why other backends were refused follows from torch's own rules, as does the
+library of an op on a CPU.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import cached_property
 from typing import Final
 
 from opdrift.picks.attention import AttentionRegion, attention_regions
-from opdrift.picks.cpu import flash_refusal, routine
+from opdrift.picks.cpu import routine
+from opdrift.picks.fastpath import FUSED, FastPaths
+from opdrift.picks.names import named
+from opdrift.picks.sdpa_calls import SdpaCall, SdpaCalls, decisive
 from opdrift.picks.settings import Settings
-from opdrift.picks.values import base_name
-from opdrift.records import Pick
+from opdrift.picks.values import Flow, base_name
+from opdrift.records import RAISED, Pick
 from opdrift.tracefile.reader import Trace
 
-__all__ = ["AttentionRegion", "Settings", "attention_regions", "pick", "region_pick"]
+__all__ = ["AttentionRegion", "Picks", "SdpaCall", "Settings", "attention_regions", "decisive"]
 
-#: Op -> torch's name of the attention backend, and the library that the kernel comes from. Their backward
-#: ops carry the same names with `_backward`.
-_ATTENTION: Final[dict[str, tuple[str, str]]] = {
-    "_scaled_dot_product_flash_attention_for_cpu": ("FLASH_ATTENTION", "ATen"),
-    "_scaled_dot_product_flash_attention": ("FLASH_ATTENTION", "FlashAttention"),
-    "_flash_attention_forward": ("FLASH_ATTENTION", "FlashAttention"),
-    "_flash_attention": ("FLASH_ATTENTION", "FlashAttention"),
-    "_scaled_dot_product_efficient_attention": ("EFFICIENT_ATTENTION", "CUTLASS"),
-    "_efficient_attention_forward": ("EFFICIENT_ATTENTION", "CUTLASS"),
-    "_efficient_attention": ("EFFICIENT_ATTENTION", "CUTLASS"),
-    "_scaled_dot_product_cudnn_attention": ("CUDNN_ATTENTION", "cuDNN"),
-    "_cudnn_attention_forward": ("CUDNN_ATTENTION", "cuDNN"),
-    "_scaled_dot_product_fused_attention_overrideable": ("OVERRIDEABLE", "backend"),
-    "_scaled_dot_product_attention_math": ("MATH", "ATen"),
-    "_scaled_dot_product_attention_math_for_mps": ("MATH", "MPS"),
-}
-
-#: Fused paths of modules; attention inside them is none of SDPA's backends.
-_FUSED: Final = {
-    "_transformer_encoder_layer_fwd": "the fast path of nn.TransformerEncoderLayer",
-    "_native_multi_head_attention": "the fast path of nn.MultiheadAttention",
+#: Seen whole under inference_mode, where the dispatcher does not split it.
+_WHOLE: Final = "scaled_dot_product_attention"
+#: Library of a backend that is told by rule, on CPUs and GPUs.
+_LIBRARY: Final = {
+    ("cpu", "FLASH_ATTENTION"): "ATen",
+    ("cuda", "FLASH_ATTENTION"): "FlashAttention",
+    ("cuda", "EFFICIENT_ATTENTION"): "CUTLASS",
+    ("cuda", "CUDNN_ATTENTION"): "cuDNN",
 }
 
 
-def pick(trace: Trace, op_index: int, settings: Settings | None = None) -> Pick | None:
-    """Which implementation the op at an index ran; None where there is no choice or it is not known.
+class Picks:
+    """Which implementations the ops of one trace ran."""
 
-    `settings` are those of the trace; who asks for many ops makes them once.
-    """
-    name = trace.op_info(int(trace.ops.signature[op_index])).name
-    op = base_name(name)
-    if op in _FUSED:
-        return Pick(name, "ATen", None, _FUSED[op], source="dispatcher")
-    known = _ATTENTION.get(op) or _ATTENTION.get(op.removesuffix("_backward"))
-    if known is not None:
-        backend, library = known
-        return Pick(name, library, backend, "this op is the backend's own", source="dispatcher")
-    if op == "_safe_softmax":
-        reason = "nothing but the math path of SDPA calls it"
-        return Pick(name, "ATen", "MATH", reason, source="dispatcher")
-    return routine(trace, op_index, settings)
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._flow = Flow(trace)
+        self._settings = Settings(trace)
+        self._calls = SdpaCalls(self._flow, self._settings)
 
+    @cached_property
+    def regions(self) -> list[AttentionRegion]:
+        """Attention calls that ran as several ops, in order."""
+        return attention_regions(self._trace, self._flow)
 
-def region_pick(trace: Trace, region: AttentionRegion) -> Pick:
-    """The pick that a region of several ops stands for."""
-    if region.backend is None:
-        return Pick(region.name, "ATen", None, "attention written out in ops", source="inferred")
-    why = flash_refusal(trace, region)
-    refused = {} if why is None else {"FLASH_ATTENTION": why}
-    return Pick(region.name, "ATen", region.backend, why, refused, "dispatcher")
+    @cached_property
+    def _fast_paths(self) -> FastPaths:
+        return FastPaths(self._trace)
+
+    def of(self, index: int) -> Pick | None:
+        """What the op at an index ran by itself; None where there is no choice or it is not known."""
+        name = self._trace.op_info(int(self._trace.ops.signature[index])).name
+        op = base_name(name)
+        if op in FUSED:
+            refused = self._fast_paths.refused(index)
+            return Pick(name, "ATen", None, FUSED[op], refused, "dispatcher")
+        if op == _WHOLE and name.startswith("aten."):
+            return self._whole(index, name)
+        found = named(name)
+        if found is not None:
+            return self._with_refusals(found, self.call(index), index)
+        if op == "_safe_softmax":
+            reason = "nothing but the math path of SDPA calls it"
+            return Pick(name, "ATen", "MATH", reason, source="dispatcher")
+        return routine(self._trace, index, self._settings)
+
+    def of_region(self, region: AttentionRegion) -> Pick:
+        """What a region of several ops stands for."""
+        if region.backend is None:
+            refused = self._fast_paths.refused(region.softmax)
+            reason = "attention written out in ops"
+            return Pick(region.name, "ATen", None, reason, refused, "inferred")
+        found = Pick(region.name, "ATen", region.backend, source="dispatcher")
+        return self._with_refusals(found, self._calls.of_region(region), region.softmax)
+
+    def call(self, index: int) -> SdpaCall | None:
+        """The facts of a call of SDPA that is one op."""
+        return self._calls.of_op(index)
+
+    def call_of_region(self, region: AttentionRegion) -> SdpaCall | None:
+        """The facts of a call of SDPA that ran as torch's math path."""
+        return None if region.backend is None else self._calls.of_region(region)
+
+    def _whole(self, index: int, name: str) -> Pick | None:
+        """SDPA as one op: which backend is inside follows from the rules."""
+        call = self.call(index)
+        if call is None or int(self._trace.ops.flags[index]) & RAISED:
+            return None
+        if call.facts.empty:
+            return Pick(name, "ATen", None, "an operand has no elements: torch computes zeros")
+        choice = call.choice()
+        if choice is None or choice.backend is None:
+            return None
+        device = call.facts.device
+        library = _LIBRARY.get((device, choice.backend), "ATen")
+        found = Pick(name, library, choice.backend, "by torch's rules; the op is not split here")
+        return self._with_refusals(found, call, index)
+
+    def _with_refusals(self, found: Pick, call: SdpaCall | None, index: int) -> Pick:
+        refused = {}
+        if call is not None and found.backend is not None and not found.name.endswith("backward"):
+            refused = call.refused_before(found.backend)
+        reason = found.reason
+        if refused:
+            reason = (
+                next(iter(refused.values()))
+                if len(refused) == 1
+                else "what comes before it is refused"
+            )
+        return Pick(
+            found.name,
+            found.library,
+            found.backend,
+            reason,
+            {**refused, **self._fast_paths.refused(index)},
+            found.source,
+        )
+
+    def among(self, ops: Iterable[int]) -> dict[int, Pick]:
+        """Op index -> what ran, where it is known; an attention of several ops at its first."""
+        asked = set(ops)
+        found = {}
+        for region in self.regions if self._near_softmax(asked) else ():
+            if region.ops[0] in asked:
+                found[region.ops[0]] = self.of_region(region)
+            asked.difference_update(region.ops)
+        for index in sorted(asked):
+            chosen = self.of(index)
+            if chosen is not None:
+                found[index] = chosen
+        return dict(sorted(found.items()))
+
+    def _near_softmax(self, ops: set[int]) -> bool:
+        """Whether a module call of these ops has a softmax; looking for attention takes a whole trace."""
+        calls = self._trace.ops.call
+        softmax = self._flow.indices("_safe_softmax", "_softmax", "softmax")
+        return not {int(calls[i]) for i in softmax}.isdisjoint(int(calls[i]) for i in ops)

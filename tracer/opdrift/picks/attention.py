@@ -22,7 +22,7 @@ _PRODUCT: Final = frozenset(("bmm", "mm", "matmul", "baddbmm"))
 _TURN: Final = frozenset(("transpose", "permute", "t", "mT"))
 _SCALE: Final = frozenset(("mul", "div", "true_divide"))
 _MASK: Final = frozenset(("add", "masked_fill", "where", "sub"))
-_SOFTMAX: Final = ("_softmax", "softmax")
+_SOFTMAX: Final = ("_softmax", "softmax")  # the second under inference_mode
 _HALF: Final = ("float16", "bfloat16")
 #: No chain of views, casts, masks or scalings around a softmax is longer.
 _DEEPEST: Final = 32
@@ -39,6 +39,8 @@ class AttentionRegion:
         value: Likewise.
         mask: What was added to the scores or filled them; None for none, and for torch's causal mask.
         output: The result.
+        softmax: Index of the softmax.
+        added: Index of the op that added the mask to the scores; None where none was added.
         backend: "MATH" for torch's own decomposition, None for attention written by hand.
         name: "math path" or "eager attention".
         causal: torch made the mask from `is_causal`.
@@ -52,6 +54,8 @@ class AttentionRegion:
     value: int
     mask: int | None
     output: int
+    softmax: int
+    added: int | None
     backend: str | None
     name: str
     causal: bool = False
@@ -59,9 +63,9 @@ class AttentionRegion:
     grouped: bool = False
 
 
-def attention_regions(trace: Trace) -> list[AttentionRegion]:
+def attention_regions(trace: Trace, flow: Flow | None = None) -> list[AttentionRegion]:
     """All attention calls of a trace that ran as several ops, in order."""
-    flow = Flow(trace)
+    flow = flow or Flow(trace)
     found = [_around(flow, i, torch_made=True) for i in flow.indices("_safe_softmax")]
     found += [_around(flow, i, torch_made=False) for i in flow.indices(*_SOFTMAX)]
     return sorted((r for r in found if r is not None), key=lambda r: r.ops)
@@ -73,8 +77,10 @@ class _Region:
 
     flow: Flow
     members: list[int]
+    softmax: int
     before: int  # walks look at ops before this one: a later call can make the same view again
     mask: int | None = None
+    added: int | None = None
     causal: bool = False
     dropout: float = 0.0
     grouped: bool = False
@@ -131,6 +137,8 @@ class _Region:
             value=value,
             mask=self.mask,
             output=output,
+            softmax=self.softmax,
+            added=self.added,
             backend=backend,
             name="math path" if backend else "eager attention",
             causal=self.causal,
@@ -155,7 +163,7 @@ class _Region:
 
 
 def _around(flow: Flow, anchor: int, *, torch_made: bool) -> AttentionRegion | None:
-    region = _Region(flow, [anchor], anchor)
+    region = _Region(flow, [anchor], anchor, anchor)
     scores = flow.inputs(anchor)[0]
     product = _torch_scores(region, scores) if torch_made else _own_scores(region, scores)
     if product is None:
@@ -184,7 +192,7 @@ def _torch_scores(region: _Region, value: int) -> int | None:
     index = region.maker(value)
     if index is not None and flow.name(index) == "add" and len(flow.inputs(index)) == 2:
         region.members.append(index)
-        region.mask = flow.inputs(index)[1]
+        region.mask, region.added = flow.inputs(index)[1], index
         index = region.maker(region.back(flow.inputs(index)[0], _ALONG))
     return index if index is not None and flow.name(index) in _PRODUCT else None
 

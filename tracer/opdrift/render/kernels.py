@@ -6,36 +6,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from opdrift.picks import attention_regions, pick, region_pick
+from opdrift.picks import Picks
 from opdrift.records import Pick
 from opdrift.render.page import Page, Screen
 from opdrift.render.words import count, name, plural, readable
 from opdrift.tracefile.reader import Trace
-
-
-def picks_of(trace: Trace, ops: Sequence[int]) -> dict[int, Pick]:
-    """Op index -> the implementation that ran, where that is known; an attention of several ops at its first."""
-    asked = set(ops)
-    found = {}
-    for region in attention_regions(trace) if _near_softmax(trace, ops) else ():
-        if region.ops[0] in asked:
-            found[region.ops[0]] = region_pick(trace, region)
-        asked.difference_update(region.ops)
-    for index in sorted(asked):
-        chosen = pick(trace, index)
-        if chosen is not None:
-            found[index] = chosen
-    return dict(sorted(found.items()))
-
-
-def _near_softmax(trace: Trace, ops: Sequence[int]) -> bool:
-    """Whether one of the ops may belong to an attention of several ops; looking for those takes a whole trace."""
-    used = np.unique(trace.ops.signature)
-    softmax = [s for s in used.tolist() if "softmax" in trace.op_info(s).name]
-    calls = trace.ops.call[np.isin(trace.ops.signature, softmax)]
-    return bool(np.isin(trace.ops.call[np.asarray(ops, np.int64)], calls).any())
 
 
 @dataclass(slots=True)
@@ -53,7 +28,7 @@ def kernel_report(trace: Trace, ops: Sequence[int], screen: Screen) -> str:
     """Which implementations ran, ops of one kind and one pick together, and why not another."""
     page = Page(screen)
     groups: dict[tuple[str, str], _Group] = {}
-    for index, chosen in picks_of(trace, ops).items():
+    for index, chosen in Picks(trace).among(ops).items():
         op = name(trace.op_info(int(trace.ops.signature[index])).name)
         title = name(chosen.backend or chosen.name)
         group = groups.setdefault((title, op), _Group(op, chosen, int(trace.ops.seq[index])))

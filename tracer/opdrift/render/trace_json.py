@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
+from opdrift.picks import Picks
 from opdrift.records import (
     COMPILED,
     GRAD_ENABLED,
@@ -28,7 +29,6 @@ from opdrift.records import (
     TensorArgument,
 )
 from opdrift.render.json import finding_object, pick_object, safe
-from opdrift.render.kernels import picks_of
 from opdrift.tracefile.reader import FingerprintColumns, Trace
 
 #: Bit -> the word that reports use for it.
@@ -65,7 +65,7 @@ def render(
         marks: The marks to list.
         kernels: Whether ops get the field `kernel`.
     """
-    picks = picks_of(trace, ops) if kernels else None
+    picks = Picks(trace).among(ops) if kernels else None
     yield f'{{"schema": "{TRACE_SCHEMA}",\n"header": {_dump(header_object(trace))},\n'
     yield from _list("ops", (_op(trace, i, picks) for i in ops))
     yield from _list("marks", (mark_object(m) for m in marks))

@@ -10,10 +10,10 @@ from typing import Final
 
 import numpy as np
 
+from opdrift.picks import Picks
 from opdrift.records import Argument, Finding, Op, TensorArgument
 from opdrift.render import card
 from opdrift.render.finding_text import one_line
-from opdrift.render.kernels import picks_of
 from opdrift.render.page import Column, Page, Screen
 from opdrift.render.trace_json import digest, flag_words
 from opdrift.render.words import cell, count, moment, name, plural, readable, scope, size
@@ -189,7 +189,7 @@ def one_op(trace: Trace, op: Op, screen: Screen) -> str:
     if words:
         page.field("flags", (", ".join(words),))
     page.field("ran", (f"{op.duration_ns / 1e3:,.1f} us on thread {op.thread}",))
-    chosen = picks_of(trace, [op.index]).get(op.index)
+    chosen = Picks(trace).among([op.index]).get(op.index)
     if chosen is not None:
         page.field(
             "kernel",

@@ -1,0 +1,102 @@
+"""Which library computes a convolution on a CPU: `select_conv_backend` in aten/src/ATen/native/Convolution.cpp."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Final
+
+from opdrift.picks.libraries import Get, onednn_takes
+from opdrift.records import Argument, Op, Pick, TensorMeta
+
+#: oneDNN takes a single image from more elements than this on.
+_LARGE: Final = 20480
+#: NNPACK takes batches from this size on; so does oneDNN for 1x1 kernels on one thread.
+_LARGE_BATCH: Final = 16
+
+
+def convolution(
+    op: Op, metas: list[TensorMeta], arguments: Mapping[str, Argument], flag: Get
+) -> Pick | None:
+    """The library of a convolution, and why that one."""
+    image, weight = metas[0], metas[1]
+    dims = len(weight.shape) - 2
+    if (
+        0 in image.shape
+        or len(image.shape) != dims + 2
+        or isinstance(arguments.get("padding"), str)
+    ):
+        return None
+    onednn = _onednn(image, weight, arguments, flag)
+    if onednn is None:
+        return None
+    takes, why = onednn
+    if takes:
+        return Pick(f"{op.name}: convolution", "oneDNN", None, why)
+    turned = arguments.get("transposed") is True
+    dilated = any(v != 1 for v in numbers(arguments.get("dilation")))
+    if _nnpack_takes(image, weight, flag) and not turned and not dilated:
+        return Pick(f"{op.name}: convolution", "NNPACK", None, f"{why}; batch {image.shape[0]}")
+    product = {"float32": "SGEMM", "float64": "DGEMM"}.get(image.dtype, "own product")
+    step = "GEMM and col2im" if turned else "im2col and GEMM"
+    return Pick(f"{op.name}: {step.replace('GEMM', product)}", "ATen", None, why)
+
+
+def _onednn(
+    image: TensorMeta, weight: TensorMeta, arguments: Mapping[str, Argument], flag: Get
+) -> tuple[bool, str] | None:
+    """Whether oneDNN takes it, and why; None if that is not known."""
+    if not flag("mkldnn.enabled", True):
+        return False, "oneDNN is switched off"
+    stride = numbers(arguments.get("stride")) or (1,)
+    output_padding = numbers(arguments.get("output_padding"))
+    if arguments.get("transposed") is True and any(
+        padding >= step for padding, step in zip(output_padding, stride, strict=False)
+    ):
+        return False, "output_padding is not smaller than stride"
+    if image.dtype in ("bfloat16", "float16"):
+        takes = onednn_takes(image.dtype, flag, "conv")
+        return (True, f"always for {image.dtype}") if takes else None
+    if image.dtype != "float32":
+        return False, f"oneDNN does not take {image.dtype}"
+    why = _float32(image, weight, arguments, int(flag("num_threads", 1)))
+    return (False, "one small image") if why is None else (True, why)
+
+
+def _float32(
+    image: TensorMeta, weight: TensorMeta, arguments: Mapping[str, Argument], threads: int
+) -> str | None:
+    """Why oneDNN takes a float32 convolution; None if it does not."""
+    shape, kernel = image.shape, weight.shape[2:]
+    if len(kernel) == 1:  # torch treats it as an image of height 1
+        shape, kernel = (*shape[:2], 1, shape[2]), (1, kernel[0])
+    groups = arguments.get("groups", 1)
+    plain = all(v == 1 for name in ("stride", "dilation") for v in numbers(arguments.get(name)))
+    small = kernel[-1] == kernel[-2] == 1
+    if plain and shape[0] < _LARGE_BATCH and small and threads <= 1:
+        return None
+    if isinstance(groups, int) and groups > 1:
+        return f"{groups} groups"
+    if kernel[-1] > 3 and kernel[-2] > 3:
+        return "kernel larger than 3x3"
+    if shape[0] > 1:
+        return f"batch {shape[0]} > 1"
+    elements = math.prod(shape[:4])
+    return f"{elements} elements > {_LARGE}" if elements > _LARGE else None
+
+
+def _nnpack_takes(image: TensorMeta, weight: TensorMeta, flag: Get) -> bool:
+    return (
+        flag("nnpack.enabled", False) is True
+        and image.dtype == "float32"
+        and len(weight.shape) == 4
+        and image.shape[0] >= _LARGE_BATCH
+        and all(size < 17 for size in weight.shape[2:])
+    )
+
+
+def numbers(argument: Argument) -> tuple[int, ...]:
+    """The numbers of an argument that is one or a list of them."""
+    if isinstance(argument, int):
+        return (argument,)
+    return tuple(v for v in argument if isinstance(v, int)) if isinstance(argument, tuple) else ()
