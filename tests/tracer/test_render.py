@@ -723,3 +723,94 @@ def test_screen_follows_stream_and_environment(
     """Colour for terminals unless NO_COLOR or a dumb one; no wrapping for pipes; ASCII where UTF-8 is not."""
     monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((80, 24)))
     assert Screen.of(Stream(encoding, terminal), environment) == replace(screen, folder=os.getcwd())
+
+
+# ---- what a tired engineer must not misread ---------------------------------------------------------------
+
+
+def report(found: Diagnosis) -> str:
+    return text.render(found, WIDE)
+
+
+def test_values_that_are_nan_on_one_side_come_before_the_distance_of_the_others():
+    """5e-8 among the finite values would look harmless in front of sixteen NaN."""
+    said = report(
+        diagnosis("diverged", divergence(nonfinite=Sides(16, 0), relative_difference=5.2e-8))
+    )
+
+    assert said.index("NaN or infinite: left 16, right 0") < said.index(
+        "where both are finite: relative"
+    )
+
+
+def test_equal_numbers_of_nan_are_only_mentioned():
+    said = report(diagnosis("diverged", divergence(nonfinite=Sides(3, 3))))
+
+    assert "where both are finite" not in said
+    assert "NaN or infinite: left 3, right 3" in said
+
+
+def test_both_numbers_stand_beside_the_arithmetic():
+    """What rounding explains depends on the dtype and on TF32."""
+    first = divergence(relative_difference=2.6e-7, material=False, arithmetic="float32, TF32 off")
+
+    assert (
+        "relative difference 2.6e-7 (from sketches); rounding explains up to 7e-6 in float32, TF32 off"
+        in " ".join(report(diagnosis("rounding", first)).split())
+    )
+
+
+@pytest.mark.parametrize(
+    ("conditioning", "said"), [(12.5, True), (None, False)], ids=["product", "other op"]
+)
+def test_a_product_whose_kernel_is_not_known_says_so(conditioning: float | None, said: bool):
+    """An addition has no kernel to ask for."""
+    found = report(diagnosis("diverged", divergence(conditioning=conditioning)))
+
+    assert ("kernel     unknown on both sides" in found) == said
+
+
+def test_ops_without_counterpart_are_not_called_equal():
+    """Nothing differs among ops that only the left run has, and nothing is known to be equal either."""
+    points = (
+        GrowthPoint("embed", 4, 0, None),
+        GrowthPoint("layers.0", 51, 0, None, unpaired=51),
+        GrowthPoint("layers.1", 51, 0, None, unpaired=3),
+        GrowthPoint("head", 2, 1, None),
+    )
+    lines = {
+        line.split()[0]: line.split()[1:]
+        for line in report(diagnosis("diverged", divergence(), growth=points)).splitlines()
+        if line.startswith(("  embed", "  layers", "  head"))
+    }
+
+    assert lines == {
+        "embed": ["4", "0", "equal"],
+        "layers.0": ["51", "0", "51", "left", "only"],
+        "layers.1": ["51", "0", "3", "equal"],
+        "head": ["2", "1", "unknown"],
+    }
+
+
+def test_guesses_beside_a_certain_cause_are_left_out():
+    """They are still in JSON; a cause of another divergence stays, and so does a likely one."""
+    certain = Cause("op-args", "certain", "eps differs", (), "")
+    guess = Cause("kernel", "possible", "computes something else", (), "")
+    likely = Cause("rng", "likely", "other draws", (), "")
+    first = divergence(cause=certain)
+    elsewhere = divergence(module="head", cause=guess)
+
+    alone = diagnosis("diverged", first, causes=(certain, likely, guess))
+    two = diagnosis("diverged", first, causes=(certain, guess), origins=(first, elsewhere))
+
+    assert [c.slug for c in card.other_causes(alone)] == ["rng"]
+    assert [c.slug for c in card.other_causes(two)] == ["kernel"]
+
+
+def test_a_module_that_is_a_mere_number_gets_a_word():
+    """ "in 1" reads like a misprint."""
+    assert [words.scope(path) for path in ("", "1", "layers.1")] == [
+        "the root module",
+        "module 1",
+        "layers.1",
+    ]
