@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from opdrift.errors import InvalidOptionError
 from opdrift.records import REREAD, Leaf
-from opdrift.testing import Builder, trace
+from opdrift.testing import Builder, plant, trace
+from opdrift.tracefile.reader import Trace
 
 
 def test_words_become_a_chain_of_ops():
@@ -141,3 +149,47 @@ def test_a_killed_run_has_no_footer():
 
     assert built.footer is None
     assert not built.complete
+
+
+@pytest.mark.parametrize("change", ["*", "~", "!"])
+def test_a_planted_fault_is_the_word_with_its_sign(change: str):
+    """Op 2 of these words is the product in the scope."""
+    words = "relu fc{ mm } gelu"
+
+    by_hand, planted = trace(f"relu fc{{ mm{change} }} gelu"), plant(words, 2, change)
+
+    assert planted.fingerprints.raw.tolist() == by_hand.fingerprints.raw.tolist()
+    assert planted.fingerprints.raw.tolist() != trace(words).fingerprints.raw.tolist()
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: trace("mm $ relu"), r"from '\$ relu' on"),
+        (lambda: trace("fc{ mm"), "leaves 1 of its scopes open"),
+        (lambda: trace("mm }"), "closes a scope that was not opened"),
+        (lambda: trace("mm**"), r"from '\*' on"),
+        (lambda: plant("mm relu", 3), "has ops 1 to 2"),
+        (lambda: plant("mm relu", 0), "has ops 1 to 2"),
+        (lambda: plant("mm relu", 1, "?"), "is none of"),
+        (lambda: plant("mm relu", 2, "!"), "relu has none"),
+    ],
+)
+def test_words_that_cannot_be_read_are_refused_with_the_place(call: Callable[[], Trace], said: str):
+    """A sign that is skipped in silence would plant nothing, and the test of a fault would pass."""
+    with pytest.raises(InvalidOptionError, match=said):
+        call()
+
+
+def test_the_page_for_users_runs_and_needs_no_torch():
+    """All examples of docs/testing.md, one after the other, in a process of their own."""
+    page = (Path(__file__).parents[2] / "docs" / "testing.md").read_text(encoding="utf-8")
+    examples = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join([*examples, "import sys; print('torch' in sys.modules)"])],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+    assert len(examples) == 3
+    assert (done.returncode, done.stdout.strip()) == (0, "False"), done.stderr
