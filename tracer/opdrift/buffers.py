@@ -11,16 +11,18 @@ import ctypes
 import struct
 import threading
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from opdrift.tracefile.writer import fingerprint_columns, list_column
+from opdrift.tracefile.writer import list_column
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
     from torch.nn import Module
 
-    from opdrift.tracefile.writer import TraceWriter
+    from opdrift.tracefile.writer import Columns, TraceWriter
 
 OP: Final = struct.Struct("<qqqqQIIIBBHHII")
 OP_FIELDS: Final = np.dtype(
@@ -67,6 +69,7 @@ _PACK_IDS: Final = [struct.Struct(f"<{n}q").pack_into for n in range(65)]
 
 
 Counts = tuple[int, int, int, int]
+MakeColumns = Callable[["npt.NDArray[Any]"], "Columns"]
 
 
 class Place(NamedTuple):
@@ -92,6 +95,7 @@ class ThreadBuffers:
         "call_count",
         "calls",
         "clock",
+        "columns",
         "done",
         "due",
         "fingerprint_at",
@@ -115,7 +119,7 @@ class ThreadBuffers:
         "values",
     )
 
-    def __init__(self, index: int, fingerprint_row: np.dtype[Any]) -> None:
+    def __init__(self, index: int, fingerprint_row: np.dtype[Any], columns: MakeColumns) -> None:
         self.index = index
         self.ident = threading.get_ident()
         self.ops = bytearray(OP.size * OPS)
@@ -123,6 +127,7 @@ class ThreadBuffers:
         self.ids = bytearray(8 * IDS)
         self.calls = bytearray(CALL.size * CALLS)
         self.fingerprint_row = fingerprint_row
+        self.columns = columns
         self.fingerprints = bytearray(fingerprint_row.itemsize * FINGERPRINTS)
         self.fingerprint_at = ctypes.addressof(
             (ctypes.c_char * len(self.fingerprints)).from_buffer(self.fingerprints)
@@ -156,13 +161,13 @@ class ThreadBuffers:
             or self.call_count > self.done[4]
         )
 
-    def add_ids(self, inputs: list[int], outputs: list[int]) -> None:
+    def add_ids(self, ids: list[int]) -> None:
         """Append an op's value ids; the caller has made sure that they fit."""
-        n = len(inputs) + len(outputs)
+        n = len(ids)
         if n < 65:
-            _PACK_IDS[n](self.ids, self.id_count * 8, *inputs, *outputs)
+            _PACK_IDS[n](self.ids, self.id_count * 8, *ids)
         else:
-            struct.pack_into(f"<{n}q", self.ids, self.id_count * 8, *inputs, *outputs)
+            struct.pack_into(f"<{n}q", self.ids, self.id_count * 8, *ids)
         self.id_count += n
 
     def counts(self) -> Counts:
@@ -184,7 +189,7 @@ class ThreadBuffers:
         if fingerprints > done[2]:
             writer.append(
                 "tensors",
-                fingerprint_columns(
+                self.columns(
                     np.frombuffer(self.fingerprints, self.fingerprint_row, fingerprints)[done[2] :]
                 ),
             )

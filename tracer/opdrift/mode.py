@@ -61,8 +61,8 @@ if TYPE_CHECKING:
     from opdrift.buffers import ThreadBuffers
     from opdrift.sources import Sources
 
-#: Arguments whose text is their identity.
-_FIXED: Final = frozenset({torch.dtype, torch.device, torch.layout, torch.memory_format, complex})
+#: Arguments that are their own identity.
+_FIXED: Final = frozenset({torch.dtype, torch.device, torch.layout, torch.memory_format, str})
 #: Tensors that torch itself uses to trace: the call must go through, and has no content.
 _TRACING: Final = frozenset({"FakeTensor", "FunctionalTensor"})
 _MAX_SIGNATURES: Final = 65536
@@ -176,7 +176,8 @@ class RecordingMode(TorchDispatchMode):
                 if self._sources.passed_compiled:
                     flags = COMPILED
             key: list[Any] = [plan.id]
-            inputs: list[int] = []
+            #: value ids: of the inputs, then of the outputs
+            ids: list[int] = []
             for a in args:
                 kind = type(a)
                 if kind is Tensor or kind is Parameter:
@@ -188,12 +189,12 @@ class RecordingMode(TorchDispatchMode):
                         )
                     except (RuntimeError, NotImplementedError):  # sparse, mkldnn, nested
                         use = Use(plan, args, kwargs or _NO_ARGUMENTS)
-                        flags = self._other(t, a, None, key, inputs, use, flags)
+                        flags = self._other(t, a, None, key, ids, use, flags)
                         continue
                     if entry is None:
                         use = Use(plan, args, kwargs or _NO_ARGUMENTS)
                         if a.is_nested:  # a strided one has a storage, but no sizes
-                            flags = self._other(t, a, None, key, inputs, use, flags)
+                            flags = self._other(t, a, None, key, ids, use, flags)
                             continue
                         entry = values.adopt(t, a, use, compiled=flags & COMPILED)
                         state = getattr(storage, attribute)
@@ -214,18 +215,19 @@ class RecordingMode(TorchDispatchMode):
                         entry, flags = values.special(t, a, state, entry, use, flags)
                     if kind is Parameter and (state.leaf is None or state.leaf.made):
                         values.meet_parameter(t, a, state, entry)
-                    inputs.append(entry[0])
+                    ids.append(entry[0])
                     key.append(entry[1])
                 elif kind is int or a is None:
                     key.append(a)
-                else:
+                elif not add_literal(key, a, kind):
                     use = Use(plan, args, kwargs or _NO_ARGUMENTS)
-                    flags = self._other(t, a, kind, key, inputs, use, flags)
+                    flags = self._other(t, a, kind, key, ids, use, flags)
             if kwargs:
-                use = Use(plan, args, kwargs)
                 for name, a in kwargs.items():
                     key.append(name)
-                    flags = self._other(t, a, type(a), key, inputs, use, flags)
+                    kind = type(a)
+                    if not add_literal(key, a, kind):
+                        flags = self._other(t, a, kind, key, ids, Use(plan, args, kwargs), flags)
             signature_key = tuple(key)
             signature = self._signatures.get(signature_key)
             if signature is None:
@@ -264,41 +266,41 @@ class RecordingMode(TorchDispatchMode):
             if repaired is None:
                 place = (signature, t.call, source, t.index, phase, flags | RAISED)
                 row = (seq, started, now() - started, number, rng, *place)
-                self._cut_short(t, plan, row, inputs, [], 0)
+                self._cut_short(t, plan, row, ids, len(ids), 0)
                 raise
         if repaired is not None:  # outside the handler, so that an error of the op has no context
             out = run(plan, repaired, kwargs or _NO_ARGUMENTS, self._keys)
         ended = now()
 
-        outputs: list[int] = []
+        ins = len(ids)
         mutated = 0
         try:
             if plan.collective:
                 use = Use(plan, args, kwargs or _NO_ARGUMENTS)
-                flags |= self._collective(t, use, out, outputs)
+                flags |= self._collective(t, use, out, ids)
             elif plan.writes:
                 use = Use(plan, args, kwargs or _NO_ARGUMENTS)
-                flags |= self._written(t, use, outputs)
-            mutated = len(outputs)
+                flags |= self._written(t, use, ids)
+            mutated = len(ids) - ins
             kind = type(out)
             if kind is Tensor:
                 if plan.settled:
                     try:
-                        values.output(t, out, outputs, plan)
+                        values.output(t, out, ids, plan)
                     except (RuntimeError, NotImplementedError):
-                        self._parts(t, out, outputs, plan)
+                        self._parts(t, out, ids, plan)
                 elif plan.copies:
                     use = Use(plan, args, kwargs or _NO_ARGUMENTS)
-                    flags |= self._copied(t, use, out, outputs)
+                    flags |= self._copied(t, use, out, ids)
             elif kind is tuple or kind is list:
-                self._outputs(t, plan, out, outputs)
+                self._outputs(t, plan, out, ids)
             elif plan.scalar or kind is float or kind is int or kind is bool:
                 self._write_mark(t, "scalar", {"value": encode(out)})
             elif kind is not type(None):
-                self._outputs(t, plan, (out,), outputs)
+                self._outputs(t, plan, (out,), ids)
             place = (signature, t.call, source, t.index, phase, flags)
             row = (seq, started, ended - started, number, rng, *place)
-            self._commit(t, row, inputs, outputs, mutated)
+            self._commit(t, row, ids, ins, mutated)
             t.clock = ended
             if ended > t.due:
                 self._flush(t)
@@ -306,7 +308,7 @@ class RecordingMode(TorchDispatchMode):
             self._failed(plan.name, error)
             place = (signature, t.call, source, t.index, phase, flags | TRACER_FAILED)
             row = (seq, started, ended - started, number, rng, *place)
-            self._cut_short(t, plan, row, inputs, outputs, mutated)
+            self._cut_short(t, plan, row, ids, ins, mutated)
         if self._batches is not None:
             self._follow(self._batches, t, plan, signature, args, kwargs or _NO_ARGUMENTS, out)
         return out
@@ -362,21 +364,16 @@ class RecordingMode(TorchDispatchMode):
     # ---- rows ----------------------------------------------------------------------------------------
 
     def _commit(
-        self,
-        t: ThreadBuffers,
-        row: tuple[int, ...],
-        inputs: list[int],
-        outputs: list[int],
-        mutated: int,
+        self, t: ThreadBuffers, row: tuple[int, ...], ids: list[int], ins: int, mutated: int
     ) -> None:
-        """Append a row, which is `buffers.OP` up to the flags, and its value ids."""
-        ins, outs = len(inputs), len(outputs)
-        if t.op_count == OPS or t.id_count + ins + outs > IDS:
+        """Append a row, which is `buffers.OP` up to the flags, and its value ids, `ins` of inputs first."""
+        count = len(ids)
+        if t.op_count == OPS or t.id_count + count > IDS:
             self._flush(t)
-            if ins + outs > IDS:
-                t.ids = bytearray(8 * (ins + outs))  # an op over more tensors than a buffer holds
-        t.add_ids(inputs, outputs)
-        OP.pack_into(t.ops, t.op_count * OP.size, *row, mutated, ins, outs)
+            if count > IDS:
+                t.ids = bytearray(8 * count)  # an op over more tensors than a buffer holds
+        t.add_ids(ids)
+        OP.pack_into(t.ops, t.op_count * OP.size, *row, mutated, ins, count - ins)
         t.op_count += 1
 
     def _cut_short(
@@ -384,13 +381,13 @@ class RecordingMode(TorchDispatchMode):
         t: ThreadBuffers,
         plan: Plan,
         row: tuple[int, ...],
-        inputs: list[int],
-        outputs: list[int],
+        ids: list[int],
+        ins: int,
         mutated: int,
     ) -> None:
         """Append the row of an op that raised, or at which the tracer failed."""
         try:
-            self._commit(t, row, inputs, outputs, mutated)
+            self._commit(t, row, ids, ins, mutated)
         except Exception as error:
             self._failed(plan.name, error)
 
@@ -412,33 +409,21 @@ class RecordingMode(TorchDispatchMode):
         a: Any,
         kind: type | None,
         key: list[Any],
-        inputs: list[int],
+        ids: list[int],
         use: Use,
         flags: int,
     ) -> int:
-        """An argument that is no plain positional tensor, int or None; returns the op's flags.
-
-        As keys 1 == 1.0 == True and 0.0 == -0.0 and nan != nan, so floats go in as hex, bools tagged.
-        """
-        if kind is float:
-            key.append(a.hex())
-        elif kind is bool:
-            key.append("T" if a else "F")
-        elif kind is int or a is None:
-            key.append(a)
-        elif kind is list or kind is tuple or kind is Size:
+        """An argument that is no plain positional tensor and no literal; returns the op's flags."""
+        if kind is list or kind is tuple:
             key.append("[")
             for item in a:
-                flags = self._other(t, item, type(item), key, inputs, use, flags)
+                kind = type(item)
+                if not add_literal(key, item, kind):
+                    flags = self._other(t, item, kind, key, ids, use, flags)
             key.append("]")
-        elif kind is str:
-            key.append("s")
-            key.append(a)
-        elif kind in _FIXED:
-            key.append(str(a))
         elif isinstance(a, Tensor):
             key.append("t")
-            flags = self._tensor(t, a, key, inputs, use, flags)
+            flags = self._tensor(t, a, key, ids, use, flags)
         else:
             # generator, SymInt, script object, graph of a higher-order op
             key.append(type(a).__qualname__)
@@ -449,7 +434,7 @@ class RecordingMode(TorchDispatchMode):
         t: ThreadBuffers,
         a: Tensor,
         key: list[Any],
-        inputs: list[int],
+        ids: list[int],
         use: Use,
         flags: int,
     ) -> int:
@@ -463,7 +448,7 @@ class RecordingMode(TorchDispatchMode):
         except (RuntimeError, NotImplementedError):  # sparse, mkldnn, nested
             key.append(f"{a.layout}{tuple(a.shape) if not a.is_nested else ''}{a.dtype}")
             for part in parts(a):
-                flags = self._tensor(t, part, key, inputs, use, flags)
+                flags = self._tensor(t, part, key, ids, use, flags)
             return flags
         state: Any = getattr(storage, self._key, None)
         entry: Any = state and state.values.get(layout)
@@ -481,7 +466,7 @@ class RecordingMode(TorchDispatchMode):
                 flags |= REREAD
         if state.special is not None:
             entry, flags = values.special(t, a, state, entry, use, flags)
-        inputs.append(entry[0])
+        ids.append(entry[0])
         key.append(entry[1])
         return flags
 
@@ -598,6 +583,38 @@ class RecordingMode(TorchDispatchMode):
         if isinstance(a, list | tuple):
             return [self._encode(item) for item in a]
         return encode(a)
+
+
+def add_literal(key: list[Any], a: Any, kind: type) -> bool:
+    """Add an argument without tensors to a signature's key; False, and nothing added, if it is none.
+
+    As keys 1 == 1.0 == True and 0.0 == -0.0 and nan != nan, so floats go in as hex, bools tagged.
+    """
+    if kind is int or a is None:
+        key.append(a)
+    elif kind is float:
+        key.append(a.hex())
+    elif kind is bool:
+        key.append("T" if a else "F")
+    elif kind is list or kind is tuple or kind is Size:
+        before = len(key)
+        key.append("[")
+        for item in a:
+            inner = type(item)
+            if inner is int:
+                key.append(item)
+            elif not add_literal(key, item, inner):
+                del key[before:]
+                return False
+        key.append("]")
+    elif kind in _FIXED:
+        key.append(kind)
+        key.append(a)
+    elif kind is complex:
+        key.append(str(a))
+    else:
+        return False
+    return True
 
 
 def parts(tensor: Tensor) -> list[Tensor]:

@@ -154,7 +154,11 @@ class Recorder:
         self._writer = TraceWriter(folder, self._header(rank, world_size))
         self._flags.changed()
         self._spool = spool = Spool(
-            self._writer, self._engine.ROW, failed=self._failed, stopped=self._stopped
+            self._writer,
+            self._engine.ROW,
+            columns=self._engine.columns,
+            failed=self._failed,
+            stopped=self._stopped,
         )
         self._owner = spool.thread()
         self._devices = Devices(self._engine, say=self._fingerprinted_by, failed=self._failed)

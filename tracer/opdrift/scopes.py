@@ -269,7 +269,7 @@ class Scopes:
     def leave(self, module: Module, args: tuple[Any, ...], output: Any) -> None:
         """A module returned or raised."""
         t = self._here()
-        if t is None or all(place.holder != id(module) for place in t.stack):
+        if t is None or not self._is_open(t, id(module)):
             return  # a hook of the program raised before ours ran
         call = t.call
         self._return_to(t, id(module))
@@ -278,6 +278,14 @@ class Scopes:
                 self._on_root_done(t, module, call, output)
             except Exception as error:
                 self._failed("module return", error)
+
+    @staticmethod
+    def _is_open(t: ThreadBuffers, holder: int) -> bool:
+        """Whether a call is on the stack; it nearly always lies on top."""
+        stack = t.stack
+        return bool(stack) and (
+            stack[-1].holder == holder or any(place.holder == holder for place in stack)
+        )
 
     def _return_to(self, t: ThreadBuffers, holder: int) -> None:
         """Take places off the stack up to and with the one that `holder` put there."""
@@ -312,7 +320,7 @@ class Scopes:
         try:
             yield
         finally:
-            if any(place.holder == -call for place in t.stack):
+            if self._is_open(t, -call):
                 self._return_to(t, -call)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from opdrift.buffers import ThreadBuffers
+from opdrift.buffers import MakeColumns, ThreadBuffers
 from opdrift.neutral import silent
 from opdrift.tracefile.writer import fingerprint_columns
 
@@ -37,6 +37,7 @@ class Spool:
     Args:
         writer: The trace on disk.
         fingerprint_row: Layout of a fingerprint.
+        columns: Makes columns of the table `tensors` from rows of that layout.
         failed: Notes a failure of the tracer itself.
         stopped: Called when nothing can be written any more: the disk is full, or this process was forked.
     """
@@ -46,11 +47,13 @@ class Spool:
         writer: TraceWriter,
         fingerprint_row: np.dtype[Any],
         *,
+        columns: MakeColumns = fingerprint_columns,
         failed: Callable[[str, BaseException], None],
         stopped: Callable[[], None],
     ) -> None:
         self._writer = writer
         self._fingerprint_row = fingerprint_row
+        self._columns = columns
         self._failed = failed
         self._stopped = stopped
         #: called by a flush of the current thread's rows, before its lock is taken: fingerprints of devices
@@ -81,7 +84,9 @@ class Spool:
         found = self._threads.get(ident)
         if found is None:
             index = min(next(self._numbers), _LAST_THREAD)
-            found = self._threads[ident] = ThreadBuffers(index, self._fingerprint_row)
+            found = self._threads[ident] = ThreadBuffers(
+                index, self._fingerprint_row, self._columns
+            )
         return found
 
     def name(self, kind: str, ident: int, text: str) -> None:
@@ -169,7 +174,7 @@ class Spool:
     def _drain_fingerprints(self) -> None:
         taken = [self._fingerprints.popleft() for _ in range(len(self._fingerprints))]
         if taken:
-            self._writer.append("tensors", fingerprint_columns(np.concatenate(taken)))
+            self._writer.append("tensors", self._columns(np.concatenate(taken)))
 
     def _drain(self, table: str, rows: deque[Any]) -> None:
         taken = [rows.popleft() for _ in range(len(rows))]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -83,7 +83,7 @@ class Leaf:
 
     def tells(self, key: Key) -> bool:
         """Whether what was read says what another layout holds, because that lies within it."""
-        if self.key is None or self.key[3] is not key[3] or not _is_row_major(self.key):
+        if self.key is None or self.key[3] is not key[3] or not is_row_major(*self.key[:2]):
             return False
         start, first = key[2], self.key[2]
         return bool(first <= start and start + _extent(key) <= first + self._size)
@@ -194,10 +194,11 @@ def _extent(key: Key) -> int:
     return int(1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)))
 
 
-def _is_row_major(key: Key) -> bool:
+def is_row_major(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether elements follow each other in memory in their order, as torch means by contiguous."""
     step = 1
-    for size, stride in zip(reversed(key[0]), reversed(key[1]), strict=True):
-        if size != 1 and stride != step:
-            return False
+    for size, place in zip(reversed(shape), reversed(stride), strict=True):
+        if size != 1 and place != step:
+            return 0 in shape
         step *= size
     return True

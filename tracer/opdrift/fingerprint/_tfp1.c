@@ -43,6 +43,8 @@ typedef struct {
 
 _Static_assert(sizeof(Row) == 640, "the row's layout is part of the format");
 
+#include "_tfp1_columns.h"
+
 /* ---- rows ------------------------------------------------------------------------------------ */
 
 typedef struct {
@@ -332,6 +334,11 @@ EXPORT void opdrift_put_batch(Row *rows, const void *source, int64_t outer, int6
         rows[item].item = (uint32_t)item;
     }
     restore_floats(saved);
+}
+
+/* Rows as the columns that a trace stores; see _tfp1_columns.h. */
+EXPORT void opdrift_columns(const Row *rows, int64_t count, const Columns *to) {
+    fill_columns(rows, count, to);
 }
 
 /* Only raw, at two to three times the speed. */

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from opdrift.tfp1 import FP8_FORMATS, fp8_smallest_normal, fp8_values
 
@@ -40,6 +40,8 @@ class Library:
     """(rows address, data address, outer, batch, inner, kind, value id); without the GIL."""
     raw: Callable[[int, int, int], int]
     """(data address, components, kind): the digest alone; without the GIL."""
+    columns: Callable[[int, int, Any], None]
+    """(rows address, rows, `columns._Places`): rows as columns; without the GIL."""
 
 
 def load(build: str | None = None) -> Library:
@@ -115,10 +117,13 @@ def _open(build: str) -> Library:
     without_gil.opdrift_put_batch.restype = None
     without_gil.opdrift_raw.argtypes = [_ADDRESS, _COUNT, _KIND]
     without_gil.opdrift_raw.restype = ctypes.c_uint64
+    without_gil.opdrift_columns.argtypes = [_ADDRESS, _COUNT, _ADDRESS]
+    without_gil.opdrift_columns.restype = None
     return Library(
         build=build,
         put=with_gil.opdrift_put,
         put_large=without_gil.opdrift_put,
         put_batch=without_gil.opdrift_put_batch,
         raw=without_gil.opdrift_raw,
+        columns=without_gil.opdrift_columns,
     )

@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from opdrift.errors import InvalidOptionError
 from opdrift.fingerprint import compiled, numpy_fallback
+from opdrift.fingerprint.columns import by_core
 from opdrift.fingerprint.row import ROW, ROW_BYTES
 from opdrift.fingerprint.tensors import can_fingerprint, kinds_by_dtype, plain
+from opdrift.tracefile.writer import Columns, fingerprint_columns
 
 ENGINES: Final = ("avx512ifma", "avx512", "avx2", "baseline", "numpy")
 """What the environment variable OPDRIFT_FINGERPRINT accepts."""
@@ -45,6 +48,8 @@ class Engine:
     """(rows address, data address, outer, batch, inner, kind, value id): one row per item [:, b, :]"""
     raw: Callable[[int, int, int], int]
     """(data address, components, kind): the digest alone"""
+    columns: Callable[[npt.NDArray[Any]], Columns]
+    """Contiguous rows as the columns of the table `tensors`"""
     kinds: dict[torch.dtype, int] = field(default_factory=kinds_by_dtype)
     """The kind of each dtype whose contiguous, unconjugated memory can be read as it is."""
 
@@ -106,6 +111,7 @@ def load_engine() -> Engine:
         put_large=library.put_large,
         put_batch=library.put_batch,
         raw=library.raw,
+        columns=by_core(library.columns),
     )
 
 
@@ -116,4 +122,5 @@ def _numpy_engine(why: str) -> Engine:
         put_large=numpy_fallback.put,
         put_batch=numpy_fallback.put_batch,
         raw=numpy_fallback.raw,
+        columns=fingerprint_columns,
     )
