@@ -848,6 +848,7 @@ OTHER_RULES = {
     "padded-mask",
     "padded-positions",
     "raised",
+    "reshaped",
     "unseen-write",
     "weights-exchanged",
     "weights-retied",

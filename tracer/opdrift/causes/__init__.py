@@ -68,6 +68,7 @@ CAUSES: Final[dict[str, Callable[[Evidence], Cause | None]]] = {
     "weights": parameters.weights,
     "buffer-state": parameters.buffer_state,
     "input": inputs.input_,
+    "reshaped": structure.reshaped,
     "nondeterministic-op": kernels.nondeterministic_op,
     "flags": environment.flags,
     "unseen-write": memory.unseen_write,

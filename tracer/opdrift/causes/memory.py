@@ -11,7 +11,7 @@ from opdrift.case import Side
 from opdrift.causes.evidence import Evidence, cause, number, scope, some
 from opdrift.compare import describe
 from opdrift.origins.kinds import draws
-from opdrift.records import READ_UNINITIALISED, REREAD, Cause
+from opdrift.records import READ_UNINITIALISED, REREAD, Cause, Leaf
 from opdrift.sizes import measure
 from opdrift.tokens import base
 from opdrift.tracefile.reader import Fingerprint
@@ -163,14 +163,14 @@ def inplace(e: Evidence) -> Cause | None:
 
 def _written(e: Evidence) -> Cause | None:
     found = e.any_op
-    if found is None:
+    leaf = e.origin.leaf.left or e.origin.leaf.right
+    if found is None or is_optimised(e, leaf):
         return None
     name, side, writer = found
     number_ = 0 if name == "left" else 1
     if _is_part_of_more(e, number_, writer):
         return None
     reader = (e.consumer().left, e.consumer().right)[number_]
-    leaf = e.origin.leaf.left or e.origin.leaf.right
     evidence = [
         f"{name}: {side.place(writer)} wrote into it",
         f"{name}: {side.place(reader)} reads it afterwards" if reader is not None else "",
@@ -186,6 +186,12 @@ def _written(e: Evidence) -> Cause | None:
         "Use the op that returns a new tensor (x = x.add(y) instead of x.add_(y), x = x * y instead of x *= y), or"
         " clone() the tensor first.",
     )
+
+
+def is_optimised(e: Evidence, leaf: Leaf | None) -> bool:
+    """Whether a leaf is a parameter of a run that trains: an optimizer means to write into it."""
+    trains = e.shared.trains.left or e.shared.trains.right
+    return leaf is not None and leaf.kind == "parameter" and trains
 
 
 def _is_part_of_more(e: Evidence, number_: int, writer: int) -> bool:
@@ -209,8 +215,25 @@ def _partner(e: Evidence, number_: int, writer: int) -> str:
 def _caller_input(e: Evidence) -> Cause | None:
     """A run changed its own input in place, and the other run starts from what it left behind."""
     leaf = e.origin.leaf.left or e.origin.leaf.right
-    if leaf is None:
+    found = left_behind(e)
+    if leaf is None or found is None or leaf.kind in ("parameter", "buffer"):
         return None
+    name, side, writer = found
+    return cause(
+        "inplace",
+        "certain",
+        f"{leaf.name or 'an input'} differs because {side.name(writer)} wrote into it in the {name} run",
+        [
+            f"{name}: {side.place(writer)} writes into {leaf.name or 'the tensor'}, which it was given",
+            left_behind_words(name),
+        ],
+        "Do not change what the caller passed: use the op that returns a new tensor (x = x * 4 instead of x *= 4),"
+        " or clone() the input first.",
+    )
+
+
+def left_behind(e: Evidence) -> tuple[str, Side, int] | None:
+    """The run that wrote into a leaf what the other run starts from, and its first op that did."""
     for name, side, other, value, theirs in (
         ("left", e.case.left, e.case.right, e.origin.values.left, e.origin.values.right),
         ("right", e.case.right, e.case.left, e.origin.values.right, e.origin.values.left),
@@ -220,24 +243,17 @@ def _caller_input(e: Evidence) -> Cause | None:
         writers = _later_writers(side, value)
         if not writers:
             continue
-        left_behind = _last_fingerprint(side, value)
+        last = _last_fingerprint(side, value)
         start = other.fingerprint(theirs)
-        if left_behind is None or start is None or left_behind.key != start.key:
-            continue
-        other_name = "right" if name == "left" else "left"
-        line = side.place(writers[0])
-        return cause(
-            "inplace",
-            "certain",
-            f"{leaf.name or 'an input'} differs because {side.name(writers[0])} wrote into it in the {name} run",
-            [
-                f"{name}: {line} writes into {leaf.name or 'the tensor'}, which it was given",
-                f"what the {name} run left in it is, bit for bit, what the {other_name} run started from",
-            ],
-            "Do not change what the caller passed: use the op that returns a new tensor (x = x * 4 instead of x *= 4),"
-            " or clone() the input first.",
-        )
+        if last is not None and start is not None and last.key == start.key:
+            return name, side, writers[0]
     return None
+
+
+def left_behind_words(name: str) -> str:
+    """What a run left in a leaf, in words."""
+    other = "right" if name == "left" else "left"
+    return f"what the {name} run left in it is, bit for bit, what the {other} run started from"
 
 
 def _later_writers(side: Side, value: int) -> list[int]:

@@ -8,6 +8,7 @@ from typing import Final
 
 from opdrift.causes.evidence import SIDES, Evidence, cause, counted, number, some, tally
 from opdrift.causes.likeness import Kind
+from opdrift.causes.memory import is_optimised, left_behind, left_behind_words
 from opdrift.causes.relations import Relations, common, moved_words
 from opdrift.compare import Difference, describe, difference
 from opdrift.provenance import Provenance
@@ -36,6 +37,7 @@ def weights(e: Evidence) -> Cause | None:
     how = _how(e, members, sizes, drawn=bool(drawn))
     evidence = [
         *how.evidence,
+        *_left_behind(e),
         _under_one_prefix(e.origin.names, equal),
         *drawn,
         *_dropped(e),
@@ -71,6 +73,10 @@ def _headline(e: Evidence, leaf: Leaf) -> str:
 
 
 _SAME_CHECKPOINT: Final = "Load the same checkpoint in both runs: compare the paths and checksums of what torch.load reads, and record again."
+
+
+#: What is written into a parameter by who initialises or loads it, not by who trains it.
+_INITIALISED: Final = frozenset(["drawn", "filled", "copied", "uninitialised"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +200,8 @@ def weights_written(e: Evidence) -> Cause | None:
     name, side, writer = found
     value = (e.origin.values.left, e.origin.values.right)[0 if name == "left" else 1]
     made = side.lineage.of(value) if value is not None else None
+    if is_optimised(e, leaf) and (made is None or made.kind not in _INITIALISED):
+        return None  # a step of the optimizer: what that does more in one run is the cause
     what = {
         "drawn": "drawn at random again",
         "filled": "filled with a constant",
@@ -264,6 +272,7 @@ def buffer_state(e: Evidence) -> Cause | None:
         f"{some(names, 6)} ({differing} of {counted(total, 'tensor')} of the model differ)",
         *_drawn(e, _members(e))[0],
         *_casts(e),
+        *_left_behind(e),
         *sizes.words,
         sizes.drawn_words,
         _running_statistics(names),
@@ -488,6 +497,15 @@ def _casts(e: Evidence) -> list[str]:
         if name in names or any(n.endswith(name) for n in names if name):
             found.append(f"{side}: {mark.fields.get('library', 'a library')} cast {name} for good")
     return found
+
+
+def _left_behind(e: Evidence) -> list[str]:
+    """Whether one run starts from what the other left."""
+    found = left_behind(e)
+    if found is None:
+        return []
+    name, side, writer = found
+    return [f"{name}: {side.place(writer)} writes into it", left_behind_words(name)]
 
 
 def _running_statistics(names: Sequence[str]) -> str:

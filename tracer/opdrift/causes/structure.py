@@ -120,6 +120,37 @@ def _bad_gathers(e: Evidence) -> Cause | None:
     )
 
 
+def reshaped(e: Evidence) -> Cause | None:
+    """The same op reads the same numbers in other shapes."""
+    op = e.origin.op
+    if (
+        e.origin.story not in ("op", "factory")
+        or op.left is None
+        or op.right is None
+        or e.origin.settings
+    ):
+        return None
+    shapes = [
+        [str(side.trace.meta(int(v))) for v in side.trace.ops.inputs[i]]
+        for side, i in ((e.case.left, op.left), (e.case.right, op.right))
+    ]
+    if shapes[0] == shapes[1]:
+        return None
+    name = e.case.left.name(op.left)
+    return cause(
+        "structure",
+        "certain",
+        f"{name} in {scope(e.case.left.module(op.left))} reads the same numbers in another shape: {', '.join(shapes[0])}"
+        f" against {', '.join(shapes[1])}",
+        [
+            *(f"{label}: {side.place(i)}" for label, side, i in e.sides if i is not None),
+            "the elements of its inputs are equal in both runs, in row-major order",
+        ],
+        "Compare the view, reshape and transpose calls before this op: the number of heads, the order of the dims, the"
+        " length of a window.",
+    )
+
+
 def raised(e: Evidence) -> Cause | None:
     """A run ended with an exception, and lacks what the other went on to do."""
     if e.origin.kind != "structure" or e.origin.story != "region" or e.origin.row >= 0:

@@ -58,6 +58,8 @@ def by_setting(
 ) -> list[J]:
     """Let the first op that was called with another argument stand for those called with the same other argument.
 
+    So does the first extra write by one line stand for its others.
+
     One setting, a learning rate or an epsilon, reaches many ops: they are one origin, not many.
 
     Args:
@@ -84,9 +86,13 @@ def _setting_keys(case: Case, judged: HasCauses) -> list[Hashable]:
     """What two ops have in common if one setting is behind both: the op and the argument, or its two values."""
     origin = judged.origin
     shown = origin.shown
-    if origin.kind != "op" or not origin.settings or shown is None:
+    if shown is None:
         return []
     side, slug = (case.left, case.right)[shown[0]], judged.causes[0].slug
+    if origin.story == "written":
+        return [(slug, side.name(shown[1]), shown[0], str(side.op(shown[1]).source))]
+    if origin.kind != "op" or not origin.settings:
+        return []
     names = tuple(s.name for s in origin.settings)
     values = tuple((s.left, s.right) for s in origin.settings)
     where = side.op(shown[1]).call.type, side.op(shown[1]).phase
