@@ -847,6 +847,7 @@ OTHER_RULES = {
     "mask-on-one-side",
     "padded-mask",
     "padded-positions",
+    "position-counted",
     "raised",
     "reshaped",
     "unseen-write",
