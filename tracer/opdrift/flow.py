@@ -48,10 +48,11 @@ def reaching(contents: Contents, values: Iterable[int], ops: Iterable[int] = ())
     for op in ops:
         live[op] = 1
     for start in range((len(live) - 1) // _BLOCK * _BLOCK, -1, -_BLOCK):
-        block = _Block(contents, start, min(start + _BLOCK, len(live)))
-        for op in range(block.end - 1, start - 1, -1):
+        ins, ins_at, outs, outs_at = _block(contents, start, min(start + _BLOCK, len(live)))
+        for k in range(len(ins_at) - 2, -1, -1):
+            op = start + k
             is_live = live[op]
-            for value in block.outputs(op):
+            for value in outs[outs_at[k] : outs_at[k + 1]]:
                 state = of[value]
                 if writer[state] != op:
                     is_live = is_live or live_value[value]
@@ -63,7 +64,7 @@ def reaching(contents: Contents, values: Iterable[int], ops: Iterable[int] = ())
             if not is_live:
                 continue
             live[op] = 1
-            for value in block.inputs(op):
+            for value in ins[ins_at[k] : ins_at[k + 1]]:
                 live_value[value] = 1
                 live_state[of[value]] = 1
     return live
@@ -73,29 +74,20 @@ def _numbers(column: Ints) -> memoryview[int]:
     return np.ascontiguousarray(column).data.cast("B").cast("q")
 
 
-class _Block:
-    """Inputs that count and outputs of a stretch of ops, as lists."""
-
-    def __init__(self, contents: Contents, start: int, end: int) -> None:
-        ops = contents.trace.ops
-        self.end = end
-        self._start = start
-        first, last = int(ops.inputs.offsets[start]), int(ops.inputs.offsets[end])
-        counted = contents.counted[first:last]
-        kept = np.concatenate([np.zeros(1, np.int64), np.cumsum(counted)])
-        self._ins: list[int] = ops.inputs.values[first:last][counted].tolist()
-        self._in_at: list[int] = kept[ops.inputs.offsets[start : end + 1] - first].tolist()
-        first = int(ops.outputs.offsets[start])
-        self._outs: list[int] = ops.outputs.values[first : int(ops.outputs.offsets[end])].tolist()
-        self._out_at: list[int] = (ops.outputs.offsets[start : end + 1] - first).tolist()
-
-    def inputs(self, op: int) -> list[int]:
-        k = op - self._start
-        return self._ins[self._in_at[k] : self._in_at[k + 1]]
-
-    def outputs(self, op: int) -> list[int]:
-        k = op - self._start
-        return self._outs[self._out_at[k] : self._out_at[k + 1]]
+def _block(
+    contents: Contents, start: int, end: int
+) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Inputs that count of a stretch of ops and where each op's begin, and the same of its outputs."""
+    ops = contents.trace.ops
+    first, last = int(ops.inputs.offsets[start]), int(ops.inputs.offsets[end])
+    counted = contents.counted[first:last]
+    kept = np.concatenate([np.zeros(1, np.int64), np.cumsum(counted)])
+    ins: list[int] = ops.inputs.values[first:last][counted].tolist()
+    ins_at: list[int] = kept[ops.inputs.offsets[start : end + 1] - first].tolist()
+    first = int(ops.outputs.offsets[start])
+    outs: list[int] = ops.outputs.values[first : int(ops.outputs.offsets[end])].tolist()
+    outs_at: list[int] = (ops.outputs.offsets[start : end + 1] - first).tolist()
+    return ins, ins_at, outs, outs_at
 
 
 def unread(contents: Contents) -> list[int]:

@@ -214,7 +214,7 @@ def _rendered(
         _opened(t, one)
         for t, one in ((traces.left, diagnosis.left), (traces.right, diagnosis.right))
     )
-    types = {call.path: call.type for call in left.calls if call.type}
+    types = {path: type_ for path, type_ in left.module_types.items() if type_}
     pages = [
         text.render(diagnosis, screen, module_types=types),
         *_views(diagnosis, left, right, options, screen),

@@ -25,7 +25,8 @@ def growth_of(case: Case, origins: Mapping[int, float]) -> tuple[GrowthPoint, ..
     trace = case.left.trace
     if not len(trace.ops):
         return ()
-    parts = np.array([_part(call.path) for call in trace.calls], object)
+    paths, path_of = np.unique(trace.call_columns.path, return_inverse=True)
+    parts = np.array([_part(trace.call_name(path)[0]) for path in paths.tolist()], object)[path_of]
     of_op = parts[case.left.home]
     starts = [0, *(np.flatnonzero(of_op[1:] != of_op[:-1]) + 1).tolist(), len(of_op)]
     differing = np.zeros(len(of_op) + 1, np.int64)

@@ -353,6 +353,11 @@ class Trace:
         """Module calls, indexed by call id; call 0 is the program outside every module."""
         return _Calls(self)
 
+    @property
+    def module_types(self) -> dict[str, str]:
+        """Type of each module that was called, by its path."""
+        return dict(map(self.call_name, np.unique(self.call_columns.path).tolist()))
+
     def call_name(self, path: int) -> tuple[str, str]:
         """Path and type of the module with this path id; both are "" for 0."""
         found = self._call_names.get(path)
