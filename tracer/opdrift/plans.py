@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -189,46 +189,37 @@ class Plan:
         if not isinstance(func, OpOverload):
             return
         schema = func._schema
+        arguments = schema.arguments  # asked for once: torch makes them anew each time
+        written = [a for a in arguments if a.alias_info is not None and a.alias_info.is_write]
         space, base = schema.name.split("::")
         self.asks = what_to_ask(base, schema.overload_name) if space == "aten" else 0
         self.rebinds = base in REBINDING
         self.copies = schema.name in COPYING
         self.settled = not (self.rebinds or self.copies)
-        self.writes = () if self.rebinds else _writes(schema)
+        self.writes = () if self.rebinds else _writes(schema.name, arguments)
         self.fresh = base in UNINITIALISED
         self.deferred = space == "_c10d_functional" and base != "wait_tensor"
         self.quiet = self.fresh or self.rebinds or self.deferred or func.is_view
         self.reads = not (self.fresh or self.rebinds or func.is_view or base in LAYOUT_ONLY)
         self.overwrites = (
-            base in OVERWRITING
-            or schema.name in FILLING
-            or any(
-                a.kwarg_only and a.alias_info is not None and a.alias_info.is_write
-                for a in schema.arguments
-            )
+            base in OVERWRITING or schema.name in FILLING or any(a.kwarg_only for a in written)
         )
         # scatter_.reduce and its like combine with what is there
         self.scatters = base in SCATTERING and "reduce" not in schema.overload_name
         self.seeded = torch.Tag.nondeterministic_seeded in func.tags
         self.collective = space == "c10d"
         self.waits = self.collective and schema.name not in NEVER_WAIT
-        self.async_index = next(
-            (i for i, a in enumerate(schema.arguments) if a.name == "async_op"), None
-        )
+        self.async_index = next((i for i, a in enumerate(arguments) if a.name == "async_op"), None)
         # the fused optimisers and loss scaling bump no version counter without a mode either (measured, torch 2.13)
         self.lists_written = not base.startswith(("_fused_", "_amp_")) and any(
-            a.alias_info is not None
-            and a.alias_info.is_write
-            and "Tensor" in str(a.type)
-            and "List" in str(a.type)
-            for a in schema.arguments
+            "Tensor" in str(a.type) and "List" in str(a.type) for a in written
         )
         self.bumps = (
             schema.is_mutable
             and not self.lists_written
             and not base.startswith(("_fused_", "_amp_"))
         )
-        self.composite = _is_composite(func)
+        self.composite = _is_composite(func, [*arguments, *schema.returns])
         self.scalar = bool(schema.returns) and all(
             str(r.type) in ("number", "Scalar", "bool", "int", "float") for r in schema.returns
         )
@@ -239,9 +230,10 @@ class Plan:
         marks = []
         if isinstance(self.func, OpOverload):
             schema = self.func._schema
-            data["arguments"] = [a.name for a in schema.arguments]
+            arguments = schema.arguments
+            data["arguments"] = [a.name for a in arguments]
             data["defaults"] = {
-                a.name: encode(a.default_value) for a in schema.arguments if a.has_default_value()
+                a.name: encode(a.default_value) for a in arguments if a.has_default_value()
             }
             data["mutates"] = [name for _, name in self.writes]
             marks = [
@@ -260,22 +252,22 @@ class Plan:
         return json.dumps({**data, "is": marks})
 
 
-def _writes(schema: Any) -> tuple[tuple[int | None, str], ...]:
+def _writes(name: str, arguments: Sequence[Any]) -> tuple[tuple[int | None, str], ...]:
     declared = tuple(
         (None if a.kwarg_only else i, a.name)
-        for i, a in enumerate(schema.arguments)
+        for i, a in enumerate(arguments)
         if a.alias_info is not None and a.alias_info.is_write
     )
-    undeclared = tuple((i, schema.arguments[i].name) for i in UNDECLARED.get(schema.name, ()))
+    undeclared = tuple((i, arguments[i].name) for i in UNDECLARED.get(name, ()))
     return declared + tuple(w for w in undeclared if w not in declared)
 
 
-def _is_composite(func: OpOverload) -> bool:
+def _is_composite(func: OpOverload, values: Sequence[Any]) -> bool:
     """CompositeImplicitAutograd without aliases: under a mode it would decompose with other dispatch keys.
 
     View ops are left out: under forced keys torch refuses them as differentiable views (notes: kernels 3.4).
     """
-    if any(a.alias_info is not None for a in (*func._schema.arguments, *func._schema.returns)):
+    if any(value.alias_info is not None for value in values):
         return False
     if not torch._C._dispatch_has_kernel(func.name()):
         return False  # TorchScript's ops (prim::device) are none of the dispatcher's, which would raise

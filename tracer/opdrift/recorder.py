@@ -27,6 +27,7 @@ from opdrift.batches.tracking import Batches
 from opdrift.errors import InvalidOptionError, RecorderStateError
 from opdrift.fingerprint.devices import Devices
 from opdrift.fingerprint.engine import load_engine
+from opdrift.fingerprint.tensors import WITHOUT_CONTENT
 from opdrift.imports import watch_imports
 from opdrift.mode import RecordingMode
 from opdrift.naming import Naming
@@ -36,7 +37,7 @@ from opdrift.plugins import Integration, OwnsParameters, installed_integrations
 from opdrift.records import TRACE_SCHEMA, Batch
 from opdrift.scopes import Scopes, name_arguments, walk
 from opdrift.sources import Sources
-from opdrift.spool import Spool
+from opdrift.spool import FLUSH_NS, Spool
 from opdrift.tracefile.writer import TraceWriter, claim
 from opdrift.values import Values
 
@@ -250,7 +251,8 @@ class Recorder:
         self._stack.callback(self._spool.stop)
         self._spool.start()
         self._values.rereading.opened = now()
-        self._spool.flush(self._owner)
+        # what was named goes to disk with the first ops; a flush of its own takes two milliseconds
+        self._owner.due = now() + FLUSH_NS
         self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     def _wanted_imports(self) -> dict[str, Callable[[], None]]:
@@ -297,6 +299,7 @@ class Recorder:
         self._spool.close(self._footer(error))
 
     def _footer(self, error: BaseException | None) -> dict[str, Any]:
+        self._warn_of_lost_contents()
         return {
             "ops": self._spool.ops_written,
             "ended": "ok" if error is None else "raised",
@@ -307,6 +310,20 @@ class Recorder:
             ],
             "notes": self._notes(),
         }
+
+    def _warn_of_lost_contents(self) -> None:
+        """Say once what the trace lacks; tensors that have no content lack nothing."""
+        lost = {
+            reason: count
+            for reason, count in self._values.skipped.items()
+            if not reason.endswith(WITHOUT_CONTENT)
+        }
+        if lost:
+            log.warning(
+                "opdrift recorded %d values without their contents: %s. The run is not affected; the trace lists them.",
+                sum(lost.values()),
+                "; ".join(list(lost)[:3]),
+            )
 
     def _fingerprinted_by(self, device: str, by: str, why: Sequence[str]) -> None:
         """What fingerprints a device's tensors was found out, or has changed."""
