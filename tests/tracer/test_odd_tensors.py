@@ -253,3 +253,115 @@ def test_digests_of_the_same_content_do_not_depend_on_its_wrapping(traced):
     )
 
     assert set(digests.tolist()) == {raw(dense * 2)}
+
+
+# ---- tensors of more elements than memory -----------------------------------------------------------------
+
+
+def test_an_expanded_leaf_of_billions_of_elements_is_known_by_what_it_repeats(tmp_path):
+    """Writing 2^33 elements out to read them would take 32 GB; another content is found all the same."""
+    for name, value in (("a", 1.0), ("b", 1.0), ("c", 2.0)):
+        mask = torch.full((1,), value).expand(1 << 31, 4)
+        with opdrift.record(tmp_path / name):
+            mask[:5] * 2
+    trace = opdrift.load(tmp_path / "a")
+    changed = opdrift.diff(tmp_path / "a", tmp_path / "c")
+
+    assert trace.footer is not None
+    assert (trace.footer.failures, trace.footer.notes) == ((), ())
+    assert opdrift.diff(tmp_path / "a", tmp_path / "b").verdict == "identical"
+    assert changed.first is not None
+    assert changed.first.kind == "leaf"
+
+
+@pytest.mark.parametrize("integrity", ["auto", "full"])
+def test_an_expanded_buffer_is_checked_by_what_it_repeats(traced, integrity):
+    """As a buffer it is read on entry, and again at its uses."""
+    model = nn.Module()
+    model.register_buffer("mask", torch.ones(1, 8, 1).expand(1 << 12, 8, 1 << 10))
+    model.forward = lambda x: x * model.mask[:2, :2, :2]
+
+    trace = traced(
+        lambda: [model(torch.ones(1)) for _ in range(3)], model=model, integrity=integrity
+    )
+
+    assert raw(torch.ones(8)) in raws(trace, range(1, len(trace.values.storage)))
+
+
+@pytest.mark.slow
+def test_a_leaf_of_more_than_2_to_the_31_elements_is_read_whole(traced):
+    """Every element counts, the last one too."""
+    large = torch.from_numpy(
+        np.zeros((1 << 31) + 5, np.uint8)
+    )  # pages that nobody writes take no memory
+    large[-1] = 9
+    trace = traced(lambda: large[-3:] + 1)
+    found = trace.fingerprint(trace.leaves[0].value)
+
+    assert found is not None
+    assert (found.n, found.max, found.zero) == ((1 << 31) + 5, 9.0, (1 << 31) + 4)
+
+
+# ---- wrappers ----------------------------------------------------------------------------------------------
+
+
+class Packed(Tensor):
+    """A weight of int8 and a scale, as torchao's are."""
+
+    @staticmethod
+    def __new__(cls, packed: Tensor, scale: Tensor) -> Packed:
+        return Tensor._make_wrapper_subclass(cls, packed.shape, dtype=torch.float32)
+
+    def __init__(self, packed: Tensor, scale: Tensor) -> None:
+        self.packed, self.scale = packed, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["packed", "scale"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].packed, args[0].scale)
+        numbers = [a.packed * a.scale if isinstance(a, Packed) else a for a in args]
+        return func(*numbers, **(kwargs or {}))
+
+
+def test_a_quantised_weight_is_its_parts_and_the_ops_that_it_runs(traced):
+    """What a wrapper computes inside is recorded like anything else."""
+    weight = Packed(torch.arange(-16, 16, dtype=torch.int8).view(4, 8), torch.tensor(0.1))
+    model = nn.Linear(8, 4, bias=False)
+    model.weight = nn.Parameter(weight, requires_grad=False)
+    trace = traced(lambda: model(PLAIN), model=model)
+
+    assert named(trace) == {"weight.packed": raw(weight.packed), "weight.scale": raw(weight.scale)}
+    assert outputs(trace, "aten.mul.Tensor") == [raw(weight.packed * weight.scale)]
+    assert outputs(trace, "aten.mm.default") == [raw(PLAIN @ (weight.packed * weight.scale).t())]
+
+
+class Named(Tensor):
+    """A subclass that only overrides functions."""
+
+
+def test_a_subclass_with_memory_of_its_own_is_its_content(traced):
+    """It has no parts; its ops are those of plain tensors."""
+    trace = traced(lambda: PLAIN.as_subclass(Named) * 2)
+
+    assert leaves(trace) == [raw(PLAIN)]
+    assert outputs(trace, "aten.mul.Tensor") == [raw(PLAIN * 2)]
+
+
+@pytest.mark.parametrize("layout", ["coo", "bsr"])
+def test_sparse_tensors_of_every_layout_have_parts(traced, layout):
+    """An uncoalesced one is what it holds, duplicates and all; blocks are values of three dims."""
+    if layout == "coo":
+        sparse = torch.sparse_coo_tensor(
+            [[0, 0], [1, 1]], [1.0, 2.0], (2, 2), check_invariants=True
+        )
+        own = [sparse._indices(), sparse._values()]
+    else:
+        sparse = PLAIN.relu().to_sparse_bsr((2, 2))
+        own = [sparse.crow_indices(), sparse.col_indices(), sparse.values()]
+    trace = traced(lambda: sparse.to_dense() * 2)
+
+    assert set(map(raw, own)) <= set(leaves(trace))
+    assert outputs(trace, "aten.mul.Tensor") == [raw(sparse.to_dense() * 2)]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from opdrift.buffers import FINGERPRINTS, VALUE, VALUES
+from opdrift.fingerprint.tensors import MANY, without_repeats
 from opdrift.memory import Generated, InFlight, Unwritten
 from opdrift.records import COMPILED, READ_UNINITIALISED, REREAD
 from opdrift.rereading import Rereading
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 #: Types whose content is their storage's. Every other subclass is passed on and seen by its inner ops.
 PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 _MAX_METAS: Final = 65536
+_MAX_REASONS: Final = 50
 #: So many storages are made before those of them that died are forgotten; fewer than gc's threshold.
 _MAX_LATEST: Final = 256
 
@@ -136,8 +138,9 @@ class Values:
                 ):  # as in `fingerprint`, without the call: most outputs are of this sort
                     self.put(t.fingerprint_at + row * self.row_bytes, address, n, kind, value)
                     t.fingerprint_count = row + 1
-                else:
-                    self.fingerprint(t, tensor, value)
+                elif not self.fingerprint(t, tensor, value):
+                    state.hashed = 0
+                    return
                 if self._watching:
                     self._watch(t, tensor, state, key)
             return
@@ -192,7 +195,15 @@ class Values:
         if self.is_elsewhere(tensor):
             return self._enqueue(tensor, value)
         kind = self.kinds.get(tensor.dtype)
-        if kind is None or not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj():
+        if (
+            kind is None
+            or not tensor.is_contiguous()
+            or tensor.is_neg()
+            or tensor.is_conj()
+            or (not tensor.data_ptr() and tensor.numel())  # a freed storage, or autograd's zeros
+        ):
+            if not self.can_read(tensor):  # reading would end the process
+                return False
             tensor = self.engine.plain(tensor)
             kind = self.kinds[tensor.dtype]
         row = t.fingerprint_count
@@ -200,10 +211,6 @@ class Values:
             self._flush(t)
             row = 0
         n, address = tensor.numel(), tensor.data_ptr()
-        # autograd's zeros have no memory, and reading it would end the process
-        if not address and n:
-            tensor = self.engine.plain(tensor)
-            address = tensor.data_ptr()
         (self.put if n < self.large else self.put_large)(
             t.fingerprint_at + row * self.row_bytes, address, n, kind, value
         )
@@ -216,6 +223,11 @@ class Values:
         """Fingerprint a value of a storage that is known, if its content may be read now."""
         if value == state.hashed or not state.may_be_read(tensor):
             return
+        if tensor.numel() > MANY and 0 in tensor.stride():
+            # its content follows from that of what it repeats, as any view's does
+            tensor = without_repeats(tensor)
+            key = key_of(tensor)
+            value = (state.values.get(key) or self._make_another(t, state, key))[0]
         leaf = state.leaf
         # a conjugate or negative view does not show what the layout holds
         if leaf is not None and (tensor.is_conj() or tensor.is_neg()):
@@ -557,6 +569,8 @@ class Values:
 
     def skip(self, reason: str) -> None:
         """Note that a content was left out."""
+        if reason not in self.skipped and len(self.skipped) >= _MAX_REASONS:
+            reason = "for other reasons"
         self.skipped[reason] = self.skipped.get(reason, 0) + 1
 
     def digest(self, tensor: Tensor) -> int:

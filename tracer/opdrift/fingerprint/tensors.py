@@ -11,6 +11,12 @@ from opdrift.tfp1 import FP8_FORMATS, Code
 FIRST_FP8_KIND = 16
 """A kind says how to read memory: a component code, or 16 + the number of an fp8 format."""
 
+MANY = 1 << 24
+"""An expanded tensor of more elements is not written out to be read: 16 million, tens of megabytes."""
+
+WITHOUT_CONTENT = ("has no content", "has no memory of its own", "fingerprint those")
+"""How reasons end for which nothing is missing: there is no content, or it has fingerprints of its own."""
+
 _NUMBERS = {
     torch.float32: Code.F32,
     torch.float64: Code.F64,
@@ -85,6 +91,16 @@ def _packs_elements(tensor: Tensor) -> bool:
     return (
         tensor.dtype in (torch.quint4x2, torch.quint2x4) and tensor.untyped_storage().nbytes() > 0
     )
+
+
+def without_repeats(tensor: Tensor) -> Tensor:
+    """What an expanded tensor repeats: each dim of stride 0 cut to one element."""
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction(), torch.no_grad():
+        tensor = tensor.detach()
+        for dim, stride in enumerate(tensor.stride()):
+            if stride == 0 and tensor.shape[dim]:
+                tensor = tensor.narrow(dim, 0, 1)
+        return tensor
 
 
 def plain(tensor: Tensor) -> Tensor:
