@@ -7,12 +7,14 @@ import os
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 
 from opdrift.commands.exit_codes import ExitCode
 from opdrift.commands.main import diff_trace, opdrift
+from opdrift.tracefile.schema import checksum
 
 
 def environment():
@@ -236,8 +238,6 @@ def damaged(traces, what):
     header = path / "header.json"
     if what == "newer":
         text = json.loads(header.read_text())
-        from opdrift.tracefile.schema import checksum
-
         text["schema"] = "opdrift.trace/2"
         del text["crc"]
         header.write_text(json.dumps({**text, "crc": checksum(text)}))
@@ -283,6 +283,70 @@ def test_a_cut_off_trace_is_never_called_identical(traces, capsys):
     assert err == ""
 
 
+def with_header(source, target, **fields):
+    """A copy of a trace with other facts in its header."""
+    shutil.copytree(source, target)
+    header = Path(target) / "header.json"
+    text = {**json.loads(header.read_text()), **fields}
+    del text["crc"]
+    header.write_text(json.dumps({**text, "crc": checksum(text)}))
+
+
+def test_fingerprints_of_another_kind_are_not_compared(traces, capsys):
+    """Their digests mean something else: no pair of them would be equal."""
+    with_header("same.trace", "older.trace", fingerprint="tfp0")
+
+    assert diff_trace(["base.trace", "older.trace"]) == 2
+    out, err = said(capsys)
+    assert (out, err.count("\n")) == ("", 1)
+    assert "older.trace of kind 'tfp0'" in err
+
+
+def test_a_rank_that_only_one_run_has(traces, capsys):
+    """Asked for, it is missing in the other; not asked for, the ranks of both are compared, and it is said."""
+    for rank in (0, 1):
+        with_header("base.trace", f"two.trace/rank-0000{rank}", rank=rank, world_size=2)
+    with_header("same.trace", "one.trace/rank-00000", rank=0, world_size=1)
+
+    assert diff_trace(["two.trace", "one.trace", "--rank", "1"]) == 2
+    out, err = said(capsys)
+    assert (out, err.count("\n")) == ("", 1)
+    assert "one.trace has no rank 1; it holds ranks 0" in err
+
+    assert diff_trace(["two.trace", "one.trace", "--format", "json"]) == 0
+    assert "only one of the traces has rank 1" in said(capsys)[0]
+
+
+def test_no_rank_in_both(traces, capsys):
+    """Each run recorded another rank."""
+    for name, rank in (("first.trace", 0), ("second.trace", 1)):
+        with_header("base.trace", f"{name}/rank-0000{rank}", rank=rank, world_size=2)
+
+    assert diff_trace(["first.trace", "second.trace"]) == 2
+    out, err = said(capsys)
+    assert (out, err.count("\n")) == ("", 1)
+    assert "no rank is in both" in err
+
+
+def test_traces_with_nothing_in_common(traces, tmp_path, python, capsys):
+    """Another program altogether: no answer would mean anything."""
+    program = """
+        import torch, opdrift
+        with opdrift.record("other.trace"):
+            x = torch.full((3, 5), 0.25)
+            for _ in range(9):
+                x = (x.cos() + 2).log()
+            print(x)
+    """
+    made = python("-c", textwrap.dedent(program), cwd=tmp_path)
+    assert made.returncode == 0, made.stderr
+
+    assert diff_trace(["base.trace", "other.trace"]) == 2
+    out, err = said(capsys)
+    assert (out, err.count("\n")) == ("", 1)
+    assert "nothing in common" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -299,6 +363,14 @@ def test_a_cut_off_trace_is_never_called_identical(traces, capsys):
         (["base.trace", "same.trace", "-o", "base.trace/ops.arrows"], "lies in an opdrift trace"),
         (["base.trace", "same.trace", "-o", "nowhere/report.txt"], "does not exist"),
         (["base.trace", "same.trace", "--rank", "3"], "rank"),
+        (
+            ["base.trace", "same.trace", "--map", "nowhere=0"],
+            "the left run has no module 'nowhere'",
+        ),
+        (
+            ["base.trace", "same.trace", "--map", "=nowhere"],
+            "the right run has no module 'nowhere'",
+        ),
         (["base.trace", "same.trace", "--samples", "0:3"], "without batch="),
     ],
 )

@@ -470,6 +470,57 @@ def test_unrelated_programs_diverge_with_a_reason():
     assert "unrelated" in found.alignment.fallback_reason
 
 
+def test_traces_with_nothing_in_common_are_not_compared():
+    """Other modules, other weights, other values: whatever was paired would be by chance."""
+    left, right = Builder(), Builder()
+    for build, part in ((left, "encoder"), (right, "stem")):
+        value = build.leaf(f"{part}.x", kind="input")
+        with build.scope(part):
+            for name in ("sin", "cos", "exp") * 4 if part == "encoder" else ("tanh", "erf") * 6:
+                value = build.op(name, value)
+        build.output(value)
+
+    with pytest.raises(IncomparableTracesError, match="nothing in common"):
+        diff(left.build("left.trace"), right.build("right.trace"))
+
+
+def test_traces_that_share_a_weight_are_compared():
+    """Another program on the same weight: that is a divergence."""
+    left, right = Builder(), Builder()
+    for build, part in ((left, "encoder"), (right, "stem")):
+        value = build.leaf(f"{part}.x", kind="input")
+        weight = build.leaf("table")
+        with build.scope(part):
+            for name in ("sin", "cos", "exp") * 4 if part == "encoder" else ("tanh", "erf") * 6:
+                value = build.op(name, value, weight)
+        build.output(value)
+
+    assert diff(left.build(), right.build()).verdict == "diverged"
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ("enc=body", "the left run has no module 'enc'; it has encoder"),
+        ("encoder=bdy", "the right run has no module 'bdy'; it has body"),
+        ("body=encoder", "the left run has no module 'body'"),
+    ],
+)
+def test_a_map_that_matches_nothing_is_refused(entry: str, words: str):
+    """Names that are not there, and names of the wrong side; a close name is offered."""
+    left, right = trace("encoder{ mm } head{ relu }"), trace("body{ mm } head{ relu }")
+
+    with pytest.raises(InvalidOptionError, match=words):
+        diff(left, right, maps=[entry])
+
+
+def test_a_map_of_a_module_that_only_holds_others_is_taken():
+    """A ModuleList is never called; the modules in it are."""
+    left, right = trace("enc.layer{ mm }"), trace("body.layer{ mm }")
+
+    assert diff(left, right, maps=["enc=body"]).verdict == "identical"
+
+
 # ---- around it ---------------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from opdrift.align import Maps
+from opdrift.align.maps import check_maps
 from opdrift.diagnose.answer import diagnose
 from opdrift.errors import IncomparableTracesError, InvalidOptionError
 from opdrift.foreign import diff_logs, read_log
@@ -48,7 +49,7 @@ def diff(
     Raises:
         IncomparableTracesError: The fingerprints are of different kinds, no rank is in both, or nothing
             differs in what both have but one trace is incomplete.
-        InvalidOptionError: `samples` or `maps` cannot be understood.
+        InvalidOptionError: `samples` or `maps` cannot be understood, or a run has no module of a map's name.
         NotATraceError: A path holds no trace.
     """
     chosen = _samples(samples)
@@ -60,6 +61,7 @@ def diff(
             left, right, files, renames, plain=(samples, tolerance, rank) == (None, None, None)
         )
     a, b = _ranks(left, rank), _ranks(right, rank)
+    check_maps(renames, a.values(), b.values())
     shared = sorted(a.keys() & b.keys())
     if not shared:
         raise IncomparableTracesError(

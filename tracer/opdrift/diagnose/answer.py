@@ -10,12 +10,14 @@ from typing import Final
 import numpy as np
 
 from opdrift.align import Maps
+from opdrift.align.relation import nothing_in_common
 from opdrift.case import Case, build_case
 from opdrift.causes import Evidence, Shared, causes_of
 from opdrift.diagnose.divergences import divergence
 from opdrift.diagnose.grouping import by_setting, grouped_leaves
 from opdrift.diagnose.growth import growth_of
 from opdrift.diagnose.reach import reach_of
+from opdrift.diagnose.reordered import settled
 from opdrift.diagnose.surroundings import (
     environment_of,
     notes_of,
@@ -73,6 +75,8 @@ def diagnose(
             f" {right.header.fingerprint!r}. Record both runs with the same version of opdrift."
         )
     case = build_case(left, right, maps, samples=samples)
+    if nothing_in_common(case.left.contents, case.right.contents, case.pairing):
+        raise _unrelated(case)
     environment = without_unused_seeds(case, environment_of(left.header, right.header))
     whole = left.complete and right.complete
     found = find_origins(case, whole=whole)
@@ -111,6 +115,15 @@ def diagnose(
     )
 
 
+def _unrelated(case: Case) -> IncomparableTracesError:
+    left, right = case.left.trace, case.right.trace
+    return IncomparableTracesError(
+        f"{left.path} ({len(left.ops)} ops) and {right.path} ({len(right.ops)} ops) have nothing in common: no module,"
+        f" no name of a weight, no content of a tensor, and {len(case.pairing.left)} ops that look alike."
+        " Compare two runs of one model."
+    )
+
+
 def _nothing_found(left: Trace, right: Trace, case: Case) -> IncomparableTracesError:
     """Nothing differs in what can be compared, and that is not all."""
     if left.complete and right.complete:
@@ -136,7 +149,7 @@ def _judge(
     shared = Shared(case, environment)
 
     def judge(origin: Origin) -> Judged:
-        size = size_of(case, origin, tolerance)
+        size = settled(case, origin, size_of(case, origin, tolerance))
         return Judged(origin, size, causes_of(Evidence(origin, size, shared)))
 
     origins = [
