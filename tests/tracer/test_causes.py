@@ -850,6 +850,7 @@ OTHER_RULES = {
     "position-counted",
     "raised",
     "reshaped",
+    "unseen-kernel",
     "unseen-write",
     "weights-exchanged",
     "weights-retied",

@@ -191,7 +191,7 @@ def _renamed(
 
     Another result that only one run has counts if the run kept it to its end: the other run lacks it. What
     was thrown away, such as the result of a warm-up, before the others or after them, is no difference. A
-    gradient always counts, and everything does where a run raised.
+    gradient that is not zero always counts, and everything does where a run raised.
     """
     found: list[Sink] = []
     left, right = list(rest[0]), list(rest[1])
@@ -218,12 +218,20 @@ def _renamed(
     for side, leaves in enumerate((left[both:], right[both:])):
         for leaf in leaves:
             storage = (compared.left, compared.right)[side].trace.values.storage
+            if kind == "gradient" and _is_zero((compared.left, compared.right)[side], leaf.value):
+                continue  # no gradient, or one of zeros: it is cleared either way
             if kind == "gradient" or int(storage[leaf.value]) in kept[side]:
                 own: tuple[int | None, int | None] = (
                     (leaf.value, None) if side == 0 else (None, leaf.value)
                 )
                 found.append(Sink(leaf.name, kind, own[0], own[1], differs=True))
     return found
+
+
+def _is_zero(contents: Contents, value: int) -> bool:
+    """Whether a value is known to be all zeros."""
+    found = contents.trace.fingerprint(value)
+    return found is not None and found.n > 0 and found.zero == found.n
 
 
 def _kept(contents: Contents, table: LeafTable, *, everything: bool) -> set[int]:

@@ -211,7 +211,7 @@ def _region_size(case: Case, origin: Origin, found: Difference | None) -> Size:
                 widest = bound
     nonfinite = found is not None and found.nonfinite_changed
     if found is None and origin.row >= 0:
-        found, reader = _at_reader(case, origin.row)
+        found, reader = at_reader(case, origin.row)
         total += reader
         nonfinite = nonfinite or (found is not None and found.nonfinite_changed)
     if found is None or not found.comparable or found.relative is None or nonfinite:
@@ -223,7 +223,7 @@ def _region_size(case: Case, origin: Origin, found: Difference | None) -> Size:
     return Size(found, widest, total, found.relative > total)
 
 
-def _at_reader(case: Case, row: int) -> tuple[Difference | None, float]:
+def at_reader(case: Case, row: int) -> tuple[Difference | None, float]:
     """The difference of what the reader of a region returns, and what rounding explains there."""
     i, j = int(case.pairing.left[row]), int(case.pairing.right[row])
     outputs = case.compared.outputs

@@ -41,6 +41,7 @@ CAUSES: Final[dict[str, Callable[[Evidence], Cause | None]]] = {
     "padding": batch.padding,
     "batch-mixing": batch.batch_mixing,
     "uninitialised": memory.uninitialised,
+    "unseen-kernel": memory.unseen_kernel,
     "race": memory.race,
     "fsdp-gather": structure.fsdp_gather,
     "compile": kernels.compile_,

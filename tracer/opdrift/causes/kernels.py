@@ -6,6 +6,7 @@ from typing import Final
 
 from opdrift.case import Side
 from opdrift.causes.evidence import Evidence, cause, number, op_names, scope, some
+from opdrift.causes.likeness import likeness
 from opdrift.causes.nondeterministic import NONDETERMINISTIC
 from opdrift.origins.kinds import draws
 from opdrift.records import COMPILED, Cause, Pick, Sides
@@ -101,6 +102,15 @@ def _leaf_rounding(e: Evidence) -> Cause:
     """Weights that one run casts to compute with, or a difference that the user allows."""
     names, types = e.origin.names, e.dtypes()
     which = some(names, 1)
+    if types.left == types.right and _rearranged(e):
+        return cause(
+            "rounding",
+            "certain",
+            f"{which} is held in another order in the two runs, transposed say, and used accordingly: the results that"
+            " are made of it agree up to rounding",
+            [_size(e)],
+            "Nothing is wrong: both runs compute with the same numbers.",
+        )
     if types.left == types.right:
         return cause(
             "rounding",
@@ -117,6 +127,15 @@ def _leaf_rounding(e: Evidence) -> Cause:
         [_size(e)],
         "Nothing is wrong. For equal bits compute in the same precision on both sides.",
     )
+
+
+def _rearranged(e: Evidence) -> bool:
+    values = e.origin.values
+    if values.left is None or values.right is None:
+        return False
+    a, b = e.case.left.fingerprint(values.left), e.case.right.fingerprint(values.right)
+    like = likeness(a, b) if a is not None and b is not None else None
+    return like is not None and like.kind == "rearranged"
 
 
 def kernel(e: Evidence) -> Cause | None:

@@ -16,6 +16,8 @@ from opdrift.sizes import measure
 from opdrift.tokens import base
 from opdrift.tracefile.reader import Fingerprint
 
+#: Two contents of fresh memory that are nearer than this were computed; garbage has nothing in common.
+_COMPUTED: Final = 0.1
 #: An output this many times further off than rounding explains is no matter of rounding.
 _FAR: Final = 1e3
 _FAR_LEAST: Final = 1e-6
@@ -39,7 +41,7 @@ def _uninitialised_op(e: Evidence) -> Cause | None:
             assert each is not None
             if side.trace.ops.flags[each] & READ_UNINITIALISED:
                 reads.append((name, side, each))
-    if not reads:
+    if not reads or _hidden_maker(e) is not None:
         return None
     evidence = []
     for name, side, op in reads:
@@ -55,6 +57,59 @@ def _uninitialised_op(e: Evidence) -> Cause | None:
         dict.fromkeys(evidence),
         "Write every element before it is read: use torch.zeros or torch.full instead of torch.empty, or fill the rest.",
     )
+
+
+def unseen_kernel(e: Evidence) -> Cause | None:
+    """A kernel that the dispatcher does not see wrote into memory that an op handed out, in both runs otherwise.
+
+    Such a kernel (a C++ or CUDA extension, Triton, ctypes, numpy) shows one hop later: at the first op that
+    reads what it wrote.
+    """
+    found = _hidden_maker(e)
+    reader = e.any_op
+    if found is None or reader is None:
+        return None
+    makers, relative = found
+    name, side, op = reader
+    return cause(
+        "kernel",
+        "possible",
+        f"what {side.name(op)} in {scope(side.module(op))} reads differs: no recorded op wrote it, so a kernel that"
+        " bypasses the dispatcher did",
+        [
+            *(
+                f"{label}: {s.place(i)} handed the memory out, and no op wrote into it"
+                for label, s, i in makers
+            ),
+            f"{name}: {side.place(op)} is the first op that reads it, one hop after the kernel",
+            f"the two contents are {number(relative)} apart: both were computed, they are no garbage",
+        ],
+        "Look at the extension, Triton, numpy or ctypes call before this line: compare its inputs in both runs, and whether"
+        " it adds in the order in which threads arrive.",
+    )
+
+
+def _hidden_maker(e: Evidence) -> tuple[list[tuple[str, Side, int]], float] | None:
+    """The ops that handed out memory which nothing recorded wrote, if its two contents are near each other."""
+    op = e.origin.op
+    if e.origin.story != "op" or e.origin.inputs_match or op.left is None or op.right is None:
+        return None
+    left = e.case.left.trace.ops.inputs[op.left].tolist()
+    right = e.case.right.trace.ops.inputs[op.right].tolist()
+    for a, b in zip(left, right, strict=False):
+        states = (e.case.left.contents.states, a), (e.case.right.contents.states, b)
+        writers = [int(s.writer[s.of[v]]) for s, v in states]
+        if min(writers) < 0 or not e.case.left.contents.tokens.uninitialised[writers[0]]:
+            continue
+        gap = measure(e.case, a, b)
+        near = gap is not None and gap.comparable and not gap.nonfinite_changed
+        if gap is None or not near or gap.relative is None or not 0 < gap.relative < _COMPUTED:
+            continue
+        return [
+            ("left", e.case.left, writers[0]),
+            ("right", e.case.right, writers[1]),
+        ], gap.relative
+    return None
 
 
 def _empty_behind(side: Side, op: int) -> int | None:

@@ -131,7 +131,7 @@ def _walk(
     unexplained[compared.inputs.pair[open_slots]] = True
     i = case.pairing.left
     # a view or a constant that differs is judged where it is used
-    passive = tokens.uninitialised[i] | tokens.factory[i] | tokens.view[i]
+    passive = tokens.uninitialised[i] | compared.constants | tokens.view[i]
     direct = compared.outputs_differ & ~differs & ~passive
     indirect = compared.outputs_differ & unexplained & ~tokens.view[case.pairing.left]
     slots: dict[int, list[int]] = defaultdict(list)
@@ -162,9 +162,11 @@ def _walk(
 
 def _is_unwritten(case: Case, left: int, right: int) -> bool:
     """Whether two values are memory that the same op handed out and that nothing has written: its reader is at fault."""
-    row = case.compared.made_by_one_pair(left, right)
-    op = int(case.pairing.left[row]) if row >= 0 else -1
-    return op >= 0 and bool(case.left.contents.tokens.uninitialised[op])
+    a, b = case.left.contents.states, case.right.contents.states
+    op, other = int(a.writer[a.of[left]]), int(b.writer[b.of[right]])
+    if op < 0 or int(case.pairing.right_of[op]) != other:
+        return False
+    return bool(case.left.contents.tokens.uninitialised[op])
 
 
 def _direct(case: Case, row: int) -> Origin:
