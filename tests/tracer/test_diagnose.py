@@ -679,3 +679,26 @@ def test_a_diagnosis_can_be_changed_and_compared():
     one, other = (diff(trace("mm relu"), trace("mm* relu")) for _ in range(2))
 
     assert replace(one, notes=("x",)) == replace(other, notes=("x",))
+
+
+def test_a_diagnosis_is_one_line_as_text():
+    """For a print in a notebook, or an assertion that fails."""
+    assert str(diff(trace("mm relu"), trace("mm relu"))).startswith("identical: all that reaches")
+    assert str(diff(trace("mm relu"), trace("mm* relu"))).startswith(
+        "diverged: first at aten.mm.default in the root module: "
+    )
+
+
+def test_the_step_of_the_first_difference_is_told():
+    """The program marked its steps: step 7 is the one to look at."""
+
+    def run(change: str) -> Trace:
+        build = Builder()
+        y = build.leaf("x", kind="input")
+        for step in (6, 7):
+            build.mark("step", step=step)
+            y = build.op("exp", y, change=change if step == 7 else "")  # type: ignore[arg-type]
+        build.output(y)
+        return build.build()
+
+    assert "the first difference lies in step 7" in diff(run(""), run("*")).notes

@@ -27,14 +27,14 @@ def findings(traces: Iterable[Trace]) -> tuple[Finding, ...]:
 
 
 def _of_one(trace: Trace) -> Iterator[Finding]:
-    steps = _Steps(trace)
+    steps = Steps(trace)
     yield from _hidden_writes(trace, steps)
     yield from _uninitialised(trace, steps)
     yield from _nonfinite(trace, steps)
     yield from _transfers(trace, steps)
 
 
-class _Steps:
+class Steps:
     """Which step of the program an op belongs to, from its "step" marks."""
 
     def __init__(self, trace: Trace) -> None:
@@ -52,7 +52,7 @@ class _Steps:
 # ---- hidden writes -----------------------------------------------------------------------------------
 
 
-def _hidden_writes(trace: Trace, steps: _Steps) -> Iterator[Finding]:
+def _hidden_writes(trace: Trace, steps: Steps) -> Iterator[Finding]:
     changed = [leaf for leaf in trace.leaves if leaf.when == "changed"]
     by_value: dict[int, list[Leaf]] = {}
     for leaf in changed:  # a storage under several names has a row for each
@@ -134,7 +134,7 @@ def _content_before(trace: Trace, storages: _Storages, value: int) -> Fingerprin
 # ---- uninitialised reads -----------------------------------------------------------------------------
 
 
-def _uninitialised(trace: Trace, steps: _Steps) -> Iterator[Finding]:
+def _uninitialised(trace: Trace, steps: Steps) -> Iterator[Finding]:
     """The first op that reads each piece of unwritten memory; what follows from it is not said again."""
     seen: set[int] = set()
     storages = _Storages(trace)
@@ -184,7 +184,7 @@ def _unwritten(trace: Trace, storages: _Storages, inputs: Sequence[int]) -> int:
 # ---- non-finite values -------------------------------------------------------------------------------
 
 
-def _nonfinite(trace: Trace, steps: _Steps) -> Iterator[Finding]:
+def _nonfinite(trace: Trace, steps: Steps) -> Iterator[Finding]:
     """The first NaN, and the first infinity that nobody asked for: a leaf that holds it, or an op."""
     rows = _content_rows(trace)
     nan = _counts(trace, ("nan",))
@@ -237,7 +237,7 @@ def _per_op(trace: Trace, rows: Ints, counts: Ints, *, inputs: bool) -> npt.NDAr
 
 
 def _first_op(
-    trace: Trace, rows: Ints, made: Ints, excused: Ints, what: str, steps: _Steps
+    trace: Trace, rows: Ints, made: Ints, excused: Ints, what: str, steps: Steps
 ) -> Iterator[Finding]:
     fresh = _per_op(trace, rows, made, inputs=False) & ~_per_op(trace, rows, excused, inputs=True)
     for index in np.flatnonzero(fresh).tolist():
@@ -295,7 +295,7 @@ def _largest(trace: Trace, rows: Ints, values: Sequence[int]) -> float:
     return max((float(trace.fingerprints.number("absmax")[r]) for r in known), default=0.0)
 
 
-def _bad_leaf(trace: Trace, leaf: Leaf, number: int, steps: _Steps) -> Finding:
+def _bad_leaf(trace: Trace, leaf: Leaf, number: int, steps: Steps) -> Finding:
     return Finding(
         "nan",
         Cause(
@@ -317,7 +317,7 @@ def _bad_leaf(trace: Trace, leaf: Leaf, number: int, steps: _Steps) -> Finding:
 # ---- gathers and moves -------------------------------------------------------------------------------
 
 
-def _transfers(trace: Trace, steps: _Steps) -> Iterator[Finding]:
+def _transfers(trace: Trace, steps: Steps) -> Iterator[Finding]:
     for mark in trace.marks:
         if mark.kind in _TRANSFERS and mark.fields.get("intact") is False:
             yield _transfer(trace, mark, steps, _where(mark.fields))
@@ -333,7 +333,7 @@ def _where(fields: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _transfer(trace: Trace, mark: Mark, steps: _Steps, evidence: Sequence[str]) -> Finding:
+def _transfer(trace: Trace, mark: Mark, steps: Steps, evidence: Sequence[str]) -> Finding:
     fields = mark.fields
     unit = fields.get("unit") or ""
     what = {"use": "gather", "cast": "cast copy", "move": "move"}.get(mark.kind, mark.kind)
@@ -393,7 +393,7 @@ def _gathers_across(traces: Sequence[Trace]) -> Iterator[Finding]:
                 lines = [
                     f"the segment of rank {owner} is not what rank {owner} held" for owner in wrong
                 ]
-                yield _transfer(trace, mark, _Steps(trace), lines)
+                yield _transfer(trace, mark, Steps(trace), lines)
 
 
 def _differs(one: Any, other: Any) -> bool:

@@ -431,6 +431,17 @@ class Diagnosis:
     exact: bool = True
     final_explained: float | None = None
 
+    def __str__(self) -> str:
+        """One line: the verdict, the first difference, its cause."""
+        if self.first is None:
+            return f"{self.verdict}: all that reaches the results is equal ({self.alignment.paired} ops paired)"
+        first = self.first
+        place = first.name or f"{first.op or 'a result'} in {first.module or 'the root module'}"
+        return (
+            f"{self.verdict}: first at {place}: {first.cause.slug} ({first.cause.confidence}):"
+            f" {first.cause.summary}"
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:

@@ -26,6 +26,7 @@ from opdrift.diagnose.surroundings import (
     without_unused_seeds,
 )
 from opdrift.errors import IncomparableTracesError
+from opdrift.findings import Steps
 from opdrift.origins.effects import Effects, cancelled, lost_from_sight
 from opdrift.origins.model import Origin
 from opdrift.origins.search import Found, find_origins
@@ -109,6 +110,7 @@ def diagnose(
         growth=growth_of(case, _origin_sizes(judged)) if divergences else (),
         final_explained=reach.explained if reach is not None else None,
         notes=(
+            *_step_of(case, material or (divergences[0] if divergences else None)),
             *((reach.sentence,) if reach is not None else ()),
             *notes_of(case, found, samples=samples),
         ),
@@ -122,6 +124,27 @@ def _unrelated(case: Case) -> IncomparableTracesError:
         f" no name of a weight, no content of a tensor, and {len(case.pairing.left)} ops that look alike."
         " Compare two runs of one model."
     )
+
+
+def _step_of(case: Case, first: Divergence | None) -> list[str]:
+    """In which step of the program the first difference lies, where the program marked its steps."""
+    if first is None:
+        return []
+    seqs = ("left", case.left, first.seq.left), ("right", case.right, first.seq.right)
+    found = {
+        name: step
+        for name, side, seq in seqs
+        if seq is not None and (step := Steps(side.trace).at(seq)) is not None
+    }
+    if not found:
+        return []
+    same = len(set(found.values())) == 1
+    steps = (
+        str(next(iter(found.values())))
+        if same
+        else " and ".join(f"{n} {s}" for n, s in found.items())
+    )
+    return [f"the first difference lies in step {steps}"]
 
 
 def _nothing_found(left: Trace, right: Trace, case: Case) -> IncomparableTracesError:
