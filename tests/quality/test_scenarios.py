@@ -8,111 +8,31 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from scenarios import (
+    Book,
+    Of,
+    Pair,
+    Scenario,
+    X,
+    attention,
+    check,
+    infer,
+    mlp,
+    residual,
+    train,
+    twins,
+)
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-import opdrift
-
-Body = Callable[[], object]
-
-
-@dataclass(frozen=True)
-class Pair:
-    """Two runs and their models."""
-
-    left: Body
-    right: Body
-    models: tuple[nn.Module, nn.Module] | None = None
-    integrity: str = "auto"
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """How to make a pair, and what is to be said of it."""
-
-    make: Callable[[], Pair]
-    verdict: str
-    places: frozenset[str]
-    module: str | None
-    cause: str | None
-
-
-SCENARIOS: list[Scenario] = []
-
-
-def diverges(
-    *places: str, cause: str, module: str | None = None
-) -> Callable[[Callable[[], Pair]], Callable[[], Pair]]:
-    """The runs diverge, first at one of these leaves or ops, for this cause."""
-
-    def keep(make: Callable[[], Pair]) -> Callable[[], Pair]:
-        SCENARIOS.append(Scenario(make, "diverged", frozenset(places), module, cause))
-        return make
-
-    return keep
-
-
-def agrees(make: Callable[[], Pair]) -> Callable[[], Pair]:
-    """The runs are identical in all that counts."""
-    SCENARIOS.append(Scenario(make, "identical", frozenset(), None, None))
-    return make
-
-
-def rounds(make: Callable[[], Pair]) -> Callable[[], Pair]:
-    """The runs differ by rounding at most."""
-    SCENARIOS.append(Scenario(make, "rounding", frozenset(), None, "rounding"))
-    return make
-
-
-def twins(
-    make: Callable[[], nn.Module], other: Callable[[], nn.Module] | None = None
-) -> tuple[nn.Module, nn.Module]:
-    """Two models in evaluation mode with the same weights."""
-    left, right = make().eval(), (other or make)().eval()
-    right.load_state_dict(left.state_dict(), strict=False)
-    return left, right
-
-
-def infer(
-    models: tuple[nn.Module, nn.Module], *x: Tensor, right: tuple[Tensor, ...] | None = None
-) -> Pair:
-    """Both models on the same input, without gradients."""
-    return Pair(
-        torch.no_grad()(lambda: models[0](*x)),
-        torch.no_grad()(lambda: models[1](*(right or x))),
-        models,
-    )
-
-
-class Of(nn.Module):
-    """A module whose forward is a function of itself and the input."""
-
-    def __init__(self, forward: Callable[..., Tensor], **children: object) -> None:
-        super().__init__()
-        self._forward = forward
-        for name, child in children.items():
-            if isinstance(child, nn.Module | nn.Parameter):
-                setattr(self, name, child)
-            elif isinstance(child, Tensor):
-                self.register_buffer(name, child)
-
-    def forward(self, *x: Tensor) -> Tensor:
-        return self._forward(self, *x)
-
-
-def mlp(out: int = 3) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, out))
-
-
-X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+BOOK = Book()
+agrees, diverges, rounds = BOOK.agrees, BOOK.diverges, BOOK.rounds
 
 
 # ---- nothing to report ------------------------------------------------------------------------------------
@@ -197,23 +117,6 @@ def a_norm_is_written_out() -> Pair:
         ),
         X,
     )
-
-
-def attention(*, eager: bool, dtype: torch.dtype = torch.float32, **options: object) -> nn.Module:
-    def forward(m: nn.Module, x: Tensor) -> Tensor:
-        b, t, d = x.shape
-        q, k, v = m.qkv(x).view(b, t, 3, 2, d // 2).permute(2, 0, 3, 1, 4)
-        if eager:
-            scores = (q @ k.transpose(-1, -2)) * (d // 2) ** -0.5
-            scores = scores.masked_fill(~torch.ones(t, t, dtype=torch.bool).tril(), float("-inf"))
-            y = scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ v
-        else:
-            y = nn.functional.scaled_dot_product_attention(
-                q, k, v, **{"is_causal": True, **options}
-            )  # type: ignore[arg-type]
-        return m.out(y.transpose(1, 2).reshape(b, t, d))
-
-    return Of(forward, qkv=nn.Linear(16, 48), out=nn.Linear(16, 16)).to(dtype)
 
 
 @rounds
@@ -374,16 +277,6 @@ def a_layer_is_quantised_to_eight_bits() -> Pair:
 
 
 # ---- training and random numbers -----------------------------------------------------------------------------
-
-
-def train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, *, steps: int = 2, zero: bool = True
-) -> None:
-    for _ in range(steps):
-        if zero:
-            optimizer.zero_grad()
-        model(X).pow(2).mean().backward()
-        optimizer.step()
 
 
 @diverges("aten.add_.Tensor", "aten._foreach_add_.List", cause="op-args")
@@ -707,16 +600,6 @@ def a_thread_writes_too_late() -> Pair:
 # ---- other programs -----------------------------------------------------------------------------------------------
 
 
-def residual(layers: list[int], *, add: bool = True) -> nn.Module:
-    def forward(m: nn.Module, x: Tensor) -> Tensor:
-        for i in layers:
-            y = m.layers[i](x).tanh()
-            x = x + y if add else y
-        return x
-
-    return Of(forward, layers=nn.ModuleList(nn.Linear(8, 8) for _ in range(4)))
-
-
 @diverges("aten.addmm.default", cause="structure", module="layers.0")
 def layers_run_in_another_order() -> Pair:
     return infer(twins(lambda: residual([0, 1, 2]), lambda: residual([1, 0, 2])), X)
@@ -781,26 +664,7 @@ def a_weight_is_not_transposed() -> Pair:
 # ---- the test ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.make.__name__)
+@pytest.mark.parametrize("scenario", BOOK.scenarios, ids=lambda s: s.make.__name__)
 def test_place_and_cause(scenario: Scenario, tmp_path: Path):
     """The verdict, the place and the cause of what happened."""
-    torch.manual_seed(3)
-    pair = scenario.make()
-    for number, (name, body) in enumerate((("left", pair.left), ("right", pair.right))):
-        model = pair.models[number] if pair.models else None
-        with opdrift.record(tmp_path / name, model=model, integrity=pair.integrity):  # type: ignore[arg-type]
-            body()
-
-    found = opdrift.diff(tmp_path / "left", tmp_path / "right")
-
-    if scenario.verdict == "rounding":
-        assert found.verdict in ("rounding", "identical")  # the kernels may happen to agree
-        return
-    assert found.verdict == scenario.verdict
-    if scenario.verdict == "identical":
-        return
-    assert found.first is not None
-    assert scenario.places & {found.first.name, found.first.op}
-    assert found.first.cause.slug == scenario.cause
-    if scenario.module is not None and found.first.name is None:
-        assert found.first.module == scenario.module
+    check(scenario, tmp_path)
