@@ -264,6 +264,14 @@ add(speech, "spectrum over time", "_fft_r2c.default", module="", cause="padding"
 
 lstm: Family = (Recurrent, counted_tokens)
 add(lstm, "")
+add(lstm, "packed")
+add(
+    lstm,
+    "packed, then the wrong one",
+    "_pack_padded_sequence.default index_select.default mkldnn_rnn_layer.default roll.default",
+    module=None,
+    cause="batch-mixing",
+)
 add(lstm, "last valid position")
 add(lstm, "last state after padding", "mkldnn_rnn_layer.default", module="lstm", cause="padding")
 add(lstm, "both directions", "mkldnn_rnn_layer.default", module="lstm", cause="padding")

@@ -234,11 +234,13 @@ class Recurrent(nn.Module):
 
     def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
         x = self.tokens(ids)
-        if self.fault == "packed":
+        if "packed" in self.fault:
             packed = nn.utils.rnn.pack_padded_sequence(
                 x, lengths, batch_first=True, enforce_sorted=False
             )
             y, (h, _) = self.lstm(packed)
+            if self.fault == "packed, then the wrong one":
+                h = torch.roll(h, 1, 1)
             return self.head(h[-1])
         y, (h, _) = self.lstm(x)
         if self.fault == "last state after padding":

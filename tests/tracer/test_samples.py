@@ -336,7 +336,7 @@ def test_what_mixes_the_samples_says_so(record):
 def test_what_cannot_be_followed_says_so(record):
     class Shuffled(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return x[torch.tensor([1, 0, 2])].exp()
+            return x[torch.tensor([1, 0, 2])].exp().sin()
 
     trace = record(Shuffled(), torch.randn(3, 4), batch=opdrift.Batch(3))
 
@@ -344,6 +344,23 @@ def test_what_cannot_be_followed_says_so(record):
         value = outputs(trace, op)[0]
         assert trace.batch_of(value).unknown
         assert trace.sample(value, 0) is None
+
+
+def test_a_result_to_which_nothing_was_followed_is_taken_to_carry_the_batch_as_an_input_does(record):
+    """It may be sorted otherwise, so it is called unsure; one without a dim of the batch's size stays unknown."""
+
+    class Shuffled(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            rows = x[torch.tensor([1, 0, 2])]
+            return rows.exp(), rows.view(-1).sin()
+
+    trace = record(Shuffled(), torch.randn(3, 4), batch=opdrift.Batch(3))
+
+    first, second = (leaf.value for leaf in trace.leaves if leaf.kind == "output")
+    followed = trace.batch_of(first)
+    assert (followed.batch, followed.unsure) == ((Position(0, 1, 3, 1),), True)
+    assert trace.sample(first, 2) is not None
+    assert trace.batch_of(second).unknown
 
 
 def test_what_was_lined_up_with_the_batch_has_samples_and_may_be_mixed(record):
@@ -406,8 +423,8 @@ def test_random_numbers_that_meet_the_batch_have_samples(record):
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_through_nested_tensors_nothing_is_followed_and_nothing_is_claimed(record):
-    """The fast path of an encoder packs its padding away, and unpacks the result."""
+def test_through_nested_tensors_nothing_is_followed(record):
+    """The fast path of an encoder packs its padding away, and unpacks the result, which is unsure."""
     layer = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True)
     model = nn.TransformerEncoder(layer, 1, enable_nested_tensor=True).eval()
     padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
@@ -420,7 +437,9 @@ def test_through_nested_tensors_nothing_is_followed_and_nothing_is_claimed(recor
 
     result = next(leaf.value for leaf in trace.leaves if leaf.kind == "output")
     assert trace.footer.failures == ()
-    assert trace.batch_of(result).unknown
+    assert trace.batch_of(result).unsure
+    layers = [v for v in outputs(trace, "aten.to_padded_tensor.default") if v != result]
+    assert all(trace.batch_of(v).unknown for v in layers)
 
 
 def test_a_batch_that_no_input_has_is_told(record):

@@ -486,7 +486,7 @@ class Recorder:
         with silent():
             self._naming.results(t, call, output)
             if self._batches is not None:  # views are fingerprinted when they are named
-                self._batches.record(tensor for _, tensor in walk("output", output))
+                self._batches.returned(walk("output", output))
 
     def _note_flags_here(self) -> None:
         """At a line that is new: a `with` block may have changed flags before it."""

@@ -177,10 +177,10 @@ class OneSample:
 
     def _is_common(self, followed: Followed) -> bool:
         """Whether a value is compared whole although an axis reaches it."""
-        if followed.unknown:
-            return False
         if self.size == _ALONE:
             return self._is_alone(followed)
+        if followed.unknown:
+            return False
         return followed.mixed and not followed.batch
 
     @cached_property
@@ -198,10 +198,12 @@ class OneSample:
 
         Where padding is at an unknown place it is in here; values of equal size on both sides had it summed up.
         """
+        found = self.table.fingerprint(value, self.sample)
+        if found is not None:
+            return found
         followed = self.table.own.get(value)
-        if followed is None or self._is_common(followed):
-            return self.trace.fingerprint(value)
-        return self.table.fingerprint(value, self.sample)
+        whole = followed is None or self._is_common(followed)
+        return self.trace.fingerprint(value) if whole else None
 
 
 @dataclass(frozen=True, slots=True)

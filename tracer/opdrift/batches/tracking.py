@@ -149,6 +149,24 @@ class Batches:
         if told:
             self._write_mark({"inputs": told})
 
+    def returned(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Record the samples of what a root module returned.
+
+        Where the batch could not be followed to a result (packed or nested sequences, sorted rows), it is taken to lie
+        in it as in an input, and said to be unsure.
+        """
+        given = [(name, tensor) for name, tensor in named if has_storage(tensor)]
+        self.record(tensor for _, tensor in given)
+        for name, tensor in given:
+            track = self._tracks.of(tensor)
+            if track is None or not track.flags & UNKNOWN:
+                continue
+            seen = Input(name, tuple(tensor.shape), kind_of(tensor))
+            (seed,), _ = find_seeds([seen], self._batch, self._padded)
+            placed = self._placed(seed, tensor)
+            if any(p.axis == BATCH for p in placed.positions) and not placed.flags:
+                self._learn(tensor, placed.positions)
+
     def _placed(self, seed: Seed, tensor: Tensor) -> Placed:
         shape = tensor.shape
         found = [] if seed.batch is None else [Position(seed.batch, 1, shape[seed.batch], 1, BATCH)]

@@ -8,7 +8,7 @@ from typing import Final
 from opdrift.case import Side
 from opdrift.causes.evidence import Evidence, cause, scope
 from opdrift.causes.reading import reads_as_mask
-from opdrift.causes.spans import combines, mixes
+from opdrift.causes.spans import attends, combines, mixes
 from opdrift.origins.kinds import TRAINING, draws
 from opdrift.records import ArgumentDifference, Cause
 from opdrift.tokens import base
@@ -16,6 +16,7 @@ from opdrift.tracefile.axes import Position
 
 #: Ops by which attention weighs positions.
 _SOFTMAX: Final = frozenset(["_softmax", "_safe_softmax", "_masked_softmax", "softmax"])
+_MASKS: Final = ("attn_mask", "attn_bias", "mask", "key_padding_mask")
 #: Ops that count positions.
 _COUNTING: Final = frozenset(["arange", "cumsum", "linspace", "range"])
 #: Ops on the way from counted positions to where a sample meets them.
@@ -60,7 +61,7 @@ def padded_mask(e: Evidence) -> Cause | None:
     name = base(side.name(op))
     if name in _SOFTMAX:
         given = _along(e, _operands(e))
-    elif "attention" in name and "backward" not in name:
+    elif attends(name) and "backward" not in name:
         given = [p for p in _operands(e) if p.position.dim >= 1]
     else:
         return _mask_made(e)
@@ -279,9 +280,9 @@ def _mask_given(e: Evidence) -> list[str]:
         if op is None:
             continue
         given = dict(side.op(op).signature.arguments)
-        if "attention" not in side.name(op):
+        if not attends(side.name(op)):
             continue
-        if given.get("attn_mask") is not None or given.get("attn_bias") is not None:
+        if any(given.get(argument) is not None for argument in _MASKS):
             found.append(f"{name}: it is given a mask")
         elif given.get("is_causal") is True:
             found.append(f"{name}: no mask, is_causal=True")
@@ -331,6 +332,8 @@ def _counter(side: Side, value: int) -> int | None:
     while stack and len(seen) < _WALK:
         current = stack.pop()
         followed = trace.samples.own.get(current)
+        if followed is not None and (followed.unknown or followed.unsure or followed.mixed):
+            return None
         if followed is not None and followed.batch and current != value:
             return None
         op = int(contents.maker[current])

@@ -76,6 +76,11 @@ _RECURRENT: Final = ("rnn", "lstm", "gru")
 _LEFT_PRODUCTS: Final = frozenset(["mm", "addmm", "bmm", "baddbmm", "matmul", "mv", "linear"])
 
 
+def attends(name: str) -> bool:
+    """Whether an op of this name is a whole attention, or a layer that has one in it."""
+    return "attention" in name or "encoder_layer_fwd" in name
+
+
 def combines(side: Side, op: int, slot: int, position: Position) -> bool:
     """Whether what an op computes at one place of an axis depends on other places of it.
 
@@ -95,7 +100,7 @@ def combines(side: Side, op: int, slot: int, position: Position) -> bool:
     arguments = dict(record.signature.arguments)
     if "backward" in name:
         return False
-    if "attention" in name:
+    if attends(name):
         return True
     if any(word in name for word in _RECURRENT):
         # lstm and gru say where their steps lie; a single layer (mkldnn_rnn_layer) has them in front

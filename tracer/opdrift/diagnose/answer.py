@@ -154,6 +154,12 @@ def _nothing_found(left: Trace, right: Trace, case: Case) -> IncomparableTracesE
             f"No result of {left.path} and {right.path} can be compared for one sample: each is made of all"
             " samples, or the sample could not be followed to it. Let the model return a tensor that carries"
             " the batch, or compare runs of one sample each."
+            + "".join(
+                f" {t.path}: {note}."
+                for t in (left, right)
+                for note in (t.footer.notes if t.footer is not None else ())
+                if "sample" in note
+            )
         )
     which = " and ".join(f"{t.path} is {t.incomplete}" for t in (left, right) if not t.complete)
     return IncomparableTracesError(
@@ -203,19 +209,29 @@ def _with_effect(
 ) -> list[Judged]:
     """Without the material origins that make no difference to a result of the sample.
 
-    If nothing is left, the first op at which such a difference cancels stands for what is left of it.
+    If nothing is left, the first op at which such a difference cancels stands for what is left of it. Rotary
+    positions cancel in attention whose padding is hidden: if it is not, that is what is wrong.
     """
     effects = Effects(case, [s for s in found.sinks if s.differs])
-    kept, ends = [], set[int]()
+    kept, ends, bare = [], set[int](), set[int]()
     for each in judged:
         ended = effects.ends(each.origin) if each.size.material else None
-        if ended is None:
-            kept.append(each)
-        else:
+        if ended is not None:
             ends.update(ended)
+            continue
+        instead = effects.unmasked(each.origin) if _counts_padding(each) else None
+        if instead is None:
+            kept.append(each)
+        elif instead.row not in bare:
+            bare.add(instead.row)
+            kept.append(judge(instead))
     if not kept:
         kept = [judge(o) for o in map(partial(cancelled, case), sorted(ends)) if o is not None][:1]
     return kept
+
+
+def _counts_padding(judged: Judged) -> bool:
+    return judged.origin.kind == "op" and judged.causes[0].slug == "position-ids"
 
 
 def _amplified(case: Case, received: Sequence[Received]) -> list[Origin]:

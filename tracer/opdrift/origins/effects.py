@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from opdrift.case import Case
-from opdrift.origins.model import Origin
+from opdrift.case import Case, Side
+from opdrift.origins.model import Origin, Story
 from opdrift.origins.single import entry, own_settings, size_of_result
 from opdrift.pairs import DIFFERENT, EQUAL, UNKNOWN
 from opdrift.receivers import Received
@@ -51,19 +51,7 @@ class Effects:
         if origin.row < 0 or not self._sinks:
             return None
         compared, case = self._case.compared, self._case
-        reached, ended = {origin.row}, set[int]()
-        front = [origin.row]
-        while front:
-            row = front.pop()
-            for slot in self._readers[row]:
-                reader = int(compared.inputs.pair[slot])
-                if reader in reached or not self._arrives(slot):
-                    continue
-                if self._goes_on(reader):
-                    reached.add(reader)
-                    front.append(reader)
-                else:
-                    ended.add(reader)
+        reached, ended = self._follow(origin.row)
         for sink in self._sinks:
             if sink.left is None or sink.right is None:
                 return None
@@ -71,6 +59,53 @@ class Effects:
             if (not makers or makers & reached) and self._is_large(sink.left, sink.right):
                 return None
         return sorted(ended - reached, key=lambda r: int(case.pairing.left[r]))
+
+    def unmasked(self, origin: Origin) -> Origin | None:
+        """Attention whose queries and keys differ by an origin, whose values do not, and that is given no mask.
+
+        Queries and keys that are turned by positions further on attend as before. If the result differs although, it is
+        because padding is seen.
+        """
+        case, compared = self._case, self._case.compared
+        reached, _ = self._follow(origin.row)
+        for row in sorted(reached, key=lambda r: int(case.pairing.left[r])):
+            i, j = int(case.pairing.left[row]), int(case.pairing.right[row])
+            if "attention" not in case.left.name(i) or not self._is_turned(row):
+                continue
+            sides = ((case.left, i), (case.right, j))
+            bare = [
+                side.one is not None and side.one.is_padded and not _is_masked(side, op)
+                for side, op in sides
+            ]
+            outputs = compared.outputs_of(row)
+            if any(bare) and outputs:
+                return _at(case, row, outputs[0], "amplified")
+            return None
+        return None
+
+    def _is_turned(self, row: int) -> bool:
+        """Whether the first two tensors of an attention differ, and the third does not."""
+        inputs = self._case.compared.inputs
+        large = {
+            int(inputs.position[k]): inputs.status[k] != EQUAL and self._arrives(k)
+            for k in self._case.compared.inputs_of(row)
+        }
+        return large.get(0, False) and large.get(1, False) and not large.get(2, True)
+
+    def _follow(self, start: int) -> tuple[set[int], set[int]]:
+        """Pairs that what differs at a pair reaches, and those at which it ends."""
+        reached, ended, front = {start}, set[int](), [start]
+        while front:
+            for slot in self._readers[front.pop()]:
+                reader = int(self._case.compared.inputs.pair[slot])
+                if reader in reached or not self._arrives(slot):
+                    continue
+                if self._goes_on(reader):
+                    reached.add(reader)
+                    front.append(reader)
+                else:
+                    ended.add(reader)
+        return reached, ended
 
     def _arrives(self, slot: int) -> bool:
         inputs = self._case.compared.inputs
@@ -104,23 +139,33 @@ class Effects:
         return self._large[key]
 
 
+def _is_masked(side: Side, op: int) -> bool:
+    given = dict(side.op(op).signature.arguments)
+    return given.get("attn_mask") is not None or given.get("attn_bias") is not None
+
+
 def cancelled(case: Case, row: int) -> Origin | None:
     """An origin at a pair whose inputs differ and whose outputs agree up to rounding; None if they are equal."""
     outputs = case.compared.outputs
-    for place in case.compared.outputs_of(row):
-        if outputs.status[place] == DIFFERENT:
-            i, j = int(case.pairing.left[row]), int(case.pairing.right[row])
-            return Origin(
-                kind="op",
-                story="cancelled",
-                op=Sides(i, j),
-                row=row,
-                values=Sides(int(outputs.left[place]), int(outputs.right[place])),
-                slot=int(outputs.position[place]),
-                order=float(i),
-                inputs_match=False,
-            )
-    return None
+    place = next((k for k in case.compared.outputs_of(row) if outputs.status[k] == DIFFERENT), None)
+    return None if place is None else _at(case, row, place, "cancelled")
+
+
+def _at(case: Case, row: int, place: int, story: Story) -> Origin:
+    """An origin at an output of a pair whose inputs differ already."""
+    i, j = int(case.pairing.left[row]), int(case.pairing.right[row])
+    outputs = case.compared.outputs
+    return Origin(
+        kind="op",
+        story=story,
+        op=Sides(i, j),
+        row=row,
+        values=Sides(int(outputs.left[place]), int(outputs.right[place])),
+        slot=int(outputs.position[place]),
+        order=float(i),
+        settings=own_settings(case.settings(i, j)),
+        inputs_match=False,
+    )
 
 
 def lost_from_sight(case: Case, received: Received) -> Origin | None:

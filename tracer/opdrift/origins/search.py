@@ -155,7 +155,7 @@ def _walk(
                 break
             found = judge.judge(left, right, row, int(inputs.position[slot]))
             if found is not None:
-                yield found, row
+                yield (single.at_maker(case, found) if case.by_sample else found), row
         if found is None:
             yield None, row
 

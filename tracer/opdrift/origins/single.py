@@ -99,39 +99,72 @@ def entry(case: Case, row: int) -> int | None:
         of the sample that is known and can make something else of it.
     """
     compared = case.compared
-    blank = [k for k in _inputs_of(case, row) if compared.inputs.status[k] == UNKNOWN]
-    if not blank or (len(blank) < len(_inputs_of(case, row)) and not _is_exact(case, row)):
+    slots = compared.inputs_of(row)
+    blank = [k for k in slots if compared.inputs.status[k] == UNKNOWN]
+    known = [k for k in slots if compared.inputs.status[k] != UNKNOWN and _is_sample(case, k)]
+    if not blank or (known and not _is_exact(case, row)):
         return None
     found: set[int] = set()
     stack, seen = list(blank), set(blank)
     while stack and len(seen) < _DEEPEST:
         for maker in compared.behind(stack.pop()):
-            slots = [k for k in _inputs_of(case, maker) if compared.inputs.status[k] == UNKNOWN]
-            unseen = [k for k in slots if compared.behind(k)]
-            if not unseen and _reads_sample(case, maker):
+            slots = compared.inputs_of(maker)
+            if any(compared.inputs.status[k] != UNKNOWN and _is_sample(case, k) for k in slots):
                 found.add(maker)
-            stack += [k for k in unseen if k not in seen]
-            seen.update(unseen)
-    return min(found, key=lambda r: int(case.pairing.left[r])) if found else None
+            further = [k for k in slots if compared.inputs.status[k] == UNKNOWN and k not in seen]
+            stack += further
+            seen.update(further)
+    # what it is lost in is rather an op on contents than one on lengths and places
+    return min(
+        found, key=lambda r: (not _is_float(case, r), int(case.pairing.left[r])), default=None
+    )
 
 
-def _inputs_of(case: Case, row: int) -> list[int]:
-    return case.compared.inputs_of(row)
+def _is_sample(case: Case, slot: int) -> bool:
+    """Whether an input carries the batch in one of the runs."""
+    inputs = case.compared.inputs
+    return any(
+        side.trace.batch_of(int(value)) is not None
+        for side, value in ((case.left, inputs.left[slot]), (case.right, inputs.right[slot]))
+    )
+
+
+def _is_float(case: Case, row: int) -> bool:
+    outputs = case.compared.outputs
+    dtypes = [
+        case.left.trace.meta(int(outputs.left[k])).dtype for k in case.compared.outputs_of(row)
+    ]
+    return any("float" in dtype for dtype in dtypes)
 
 
 def _is_exact(case: Case, row: int) -> bool:
     return explained(case.left.views[int(case.pairing.left[row])], 0).exact
 
 
-def _reads_sample(case: Case, row: int) -> bool:
-    """Whether an op reads a tensor that carries the batch in one of the runs."""
-    for side, op in (
-        (case.left, int(case.pairing.left[row])),
-        (case.right, int(case.pairing.right[row])),
-    ):
-        if any(side.trace.batch_of(int(v)) is not None for v in side.trace.ops.inputs[op].tolist()):
-            return True
-    return False
+def at_maker(case: Case, origin: Origin) -> Origin:
+    """An origin at the pair that made both values, where only what reads them tells that they differ.
+
+    A table of positions has other rows in runs of other lengths; which of them are the sample's is known from
+    where they meet it.
+    """
+    left, right = origin.values.left, origin.values.right
+    if origin.story != "other-source" or left is None or right is None:
+        return origin
+    roots = int(case.left.contents.root[left]), int(case.right.contents.root[right])
+    row = case.compared.made_by_one_pair(*roots)
+    if row < 0:
+        return origin
+    i, j = int(case.pairing.left[row]), int(case.pairing.right[row])
+    return replace(
+        origin,
+        kind="op",
+        story="op",
+        op=Sides(i, j),
+        row=row,
+        slot=0,
+        order=float(i),
+        inputs_match=None,
+    )
 
 
 def moved(case: Case, origin: Origin) -> Origin:
