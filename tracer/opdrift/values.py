@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,7 @@ from opdrift.storages import (
     Leaf,
     StorageState,
     is_readable,
+    is_row_major,
     key_of,
     version_of,
 )
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 #: Types whose content is their storage's. Every other subclass is passed on and seen by its inner ops.
 PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 _MAX_METAS: Final = 65536
+Put = Callable[[int, int, int, int, int], None]
 _MAX_REASONS: Final = 50
 #: So many storages are made before those of them that died are forgotten; fewer than gc's threshold.
 _MAX_LATEST: Final = 256
@@ -77,6 +80,8 @@ class Values:
         self.rereading = Rereading(self, integrity, thread=thread)
         self._metas: dict[Key, int] = {}
         self._meta_ids = itertools.count(1)
+        #: of layouts whose memory can be read as it is: what fingerprints it, its components, their kind
+        self._direct: dict[int, tuple[Put, int, int]] = {}
         self._value_ids = itertools.count(1)
         self._storage_ids = itertools.count(1)
         #: storages made during the run, the latest ones apart: those still alive at exit are results
@@ -119,24 +124,21 @@ class Values:
             self._latest.append(weakref.ref(state))
             if len(self._latest) >= _MAX_LATEST:
                 self._drop_dead()
-            value = self.make(t, state, key)[0]
+            value, meta = self.make(t, state, key)
             outputs.append(value)
             if plan.fresh:
                 state.special = None if tensor.is_meta else Unwritten(storage)
             elif not plan.deferred:  # also where a view op had to copy: `reshape` in inference_mode
                 state.hashed = value
-                kind, row = self.kinds.get(tensor.dtype), t.fingerprint_count
-                n, address = tensor.numel(), tensor.data_ptr()
+                direct, row = self._direct.get(meta), t.fingerprint_count
                 if (
-                    kind is not None
-                    and n < self.large
-                    and address
+                    direct is not None
                     and row < FINGERPRINTS
                     and not plan.quiet
-                    and tensor.is_cpu
-                    and tensor.is_contiguous()
-                ):  # as in `fingerprint`, without the call: most outputs are of this sort
-                    self.put(t.fingerprint_at + row * self.row_bytes, address, n, kind, value)
+                    and (address := tensor.data_ptr())
+                ):  # as in `fingerprint`, without the calls: most outputs are of this sort
+                    put, n, kind = direct
+                    put(t.fingerprint_at + row * self.row_bytes, address, n, kind, value)
                     t.fingerprint_count = row + 1
                 elif not self.fingerprint(t, tensor, value):
                     state.hashed = 0
@@ -549,8 +551,14 @@ class Values:
     def _new_meta(self, key: Key) -> int:
         if len(self._metas) >= _MAX_METAS:
             self._metas.clear()  # ids go on: a layout seen again gets a second one
+            self._direct.clear()
         meta = self._metas[key] = next(self._meta_ids)
         shape, stride, dtype, device = key
+        component = self.kinds.get(dtype)
+        if component is not None and device.type == "cpu" and is_row_major(shape, stride):
+            n = math.prod(shape)
+            put = self.put if n < self.large else self.put_large
+            self._direct[meta] = put, n, component
         text = [
             list(map(int, shape)),
             list(map(int, stride)),
