@@ -10,7 +10,7 @@ import numpy as np
 from opdrift.case import Case, Side
 from opdrift.leaves import Use, match_rows
 from opdrift.origins.model import Origin
-from opdrift.pairs import DIFFERENT
+from opdrift.pairs import DIFFERENT, EQUAL
 from opdrift.records import Leaf, Sides
 
 #: Ways in which a parameter may have been made during the run and still count as what the run started from.
@@ -76,6 +76,8 @@ def find(case: Case, live: Sides[bytearray | None]) -> tuple[list[Origin], list[
             )
         if uses == (None, None):
             unused += [(leaf.left, leaf.right) for leaf in leaves]
+        elif _renamed(case, *uses):
+            continue
         elif (loaded := _loaded_in_one_run(case, leaves, uses, live)) is not None:
             found.append(loaded)
         else:
@@ -145,6 +147,25 @@ def _same_use(
     if partner >= 0 and (other := case.right.leaves.use_at(states[1], partner, live.right)):
         return left, other
     return uses
+
+
+def _renamed(case: Case, left: Use | None, right: Use | None) -> bool:
+    """Whether the ops that read two leaves of one name read the same as their counterparts do.
+
+    Then the runs call the same contents by other names, such as layers that are counted from elsewhere. An
+    op that only one run has says nothing, as long as the other run's is such an op.
+    """
+    slots, rows = case.compared.inputs, (case.compared.row_of_left, case.compared.row_of_right)
+    alike = 0
+    for use, row_of, values in ((left, rows[0], slots.left), (right, rows[1], slots.right)):
+        row = int(row_of[use.op]) if use is not None else -1
+        if use is None or row < 0:
+            continue
+        read = np.flatnonzero((slots.pair == row) & (values == use.value))
+        if not len(read) or (slots.status[read] != EQUAL).any():
+            return False
+        alike += 1
+    return alike > 0
 
 
 def _starts(side: Side, leaf: Leaf) -> bool:
