@@ -170,6 +170,39 @@ def test_the_math_path_is_recognised_in_every_form(tmp_path: Path) -> None:
         assert set(region.ops) <= set(ops[1:-1])
 
 
+def test_what_the_program_does_before_is_no_part_of_the_call(tmp_path: Path) -> None:
+    """Views, repeated heads, and casts of its own look like torch's."""
+    flat = [torch.randn(8, 6, 8) for _ in range(3)]
+    half = [torch.randn(2, 4, 6, 8).bfloat16() for _ in range(3)]
+    few = torch.randn(2, 2, 6, 8)
+
+    def views() -> Tensor:
+        q, k, v = (x.view(2, 4, 6, 8) for x in flat)
+        return F.scaled_dot_product_attention(q, k, v)
+
+    def repeats() -> Tensor:
+        k = few.repeat_interleave(2, 1)
+        return F.scaled_dot_product_attention(half[0].float(), k, k)
+
+    def casts() -> Tensor:
+        q, k, v = (x.float() for x in half)
+        return F.scaled_dot_product_attention(q, k, v).bfloat16()
+
+    with sdpa_kernel(SDPBackend.MATH):
+        trace, cases = recorded(tmp_path / "t", views, repeats, casts)
+    found = attention_regions(trace)
+    for region in found:
+        metas = [trace.meta(v) for v in (region.query, region.key, region.value)]
+        assert {(m.shape, m.dtype) for m in metas} == {((2, 4, 6, 8), "float32")}
+        assert not region.grouped
+    own = [names(trace, tuple(set(ops) - set(r.ops))) for ops, r in zip(cases, found, strict=True)]
+    assert [sorted(each) for each in own] == [
+        ["view"] * 3,
+        ["_to_copy", "clone", "expand", "unsqueeze", "view"],
+        ["_to_copy"] * 4,
+    ]
+
+
 def refused(path: Path, *operands: Tensor, **options: Any) -> str | None:
     """Why flash did not run, asked of a call that torch itself gave to the math path."""
     trace, _ = recorded(path, lambda: F.scaled_dot_product_attention(*operands, **options))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import numpy as np
@@ -17,7 +18,7 @@ from opdrift.records import (
     Sides,
     TraceSummary,
 )
-from opdrift.render import finding_text, kernels, leaf_text, trace_text, tree, views
+from opdrift.render import finding_text, kernels, leaf_text, trace_json, trace_text, tree, views
 from opdrift.render.page import Screen
 from opdrift.render.rows import rows_of
 from opdrift.testing import Builder, trace
@@ -177,6 +178,60 @@ def single():
     x = build.op("native_layer_norm", x, settings={"eps": 1e-5, "normalized_shape": [8]})
     build.output(x)
     return build.build("single.trace")
+
+
+def attending():
+    """Three layers of attention, the last on the math path, and a head in half precision."""
+    build = Builder(
+        label="attention",
+        flags={"mkldnn.enabled": True, "cpu_capability": "AVX512", "sdp.flash": True},
+        versions={"mkl": "2024.2"},
+    )
+    flash = "_scaled_dot_product_flash_attention_for_cpu"
+    x = build.leaf("x", kind="input", shape=(2, 4, 6, 8))
+    weight = build.leaf("weight", shape=(8, 8))
+    for layer in range(3):
+        with build.scope(f"layers.{layer}.attention", type="MultiheadAttention"):
+            flat = build.op("view", x, shape=(48, 8))
+            flat = build.op("mm", flat, weight, shape=(48, 8))
+            x = build.op("view", flat, shape=(2, 4, 6, 8))
+            build.mark("fast-path", MultiheadAttention="training is enabled")
+            x = build.op(flash if layer < 2 else "_safe_softmax", x, x, x)
+    with build.scope("head", type="Linear"):
+        half = build.op("_to_copy", flat, dtype="bfloat16", shape=(48, 8))
+        build.op("mm", half, build.op("_to_copy", weight, dtype="bfloat16"), shape=(48, 8))
+        build.op("mm", half, build.leaf("wide", shape=(8, 32), dtype="bfloat16"), shape=(48, 32))
+    return build.build("attention.trace")
+
+
+@pytest.mark.parametrize("width", [40, 100])
+def test_kernels_are_listed_by_module_as_accepted(width, golden):
+    """Modules that differ by a number stand together; each implementation has its count and its reasons."""
+    run = attending()
+    shown = kernels.kernel_report(run, range(len(run.ops)), Screen(width=width, unicode=width > 40))
+    golden(f"show/kernels-by-module-{width}.txt", shown)
+    assert max(map(cell_len, shown.splitlines())) <= width
+
+
+def test_kernel_groups_count_what_the_ops_say():
+    """The document's `kernels` and the field `kernel` of each op hold the same number of picks."""
+    run = attending()
+    every = range(len(run.ops))
+    document = json.loads("".join(trace_json.render(run, every, (), (), marks=(), kernels=True)))
+    groups = document["kernels"]
+    assert sum(g["count"] for g in groups) == sum(
+        op["kernel"] is not None for op in document["ops"]
+    )
+    assert [(g["module"], g["modules"], g["backend"], g["count"]) for g in groups] == [
+        ("layers.*.attention", 3, None, 3),
+        ("layers.*.attention", 2, "FLASH_ATTENTION", 2),
+        ("layers.2.attention", 1, "MATH", 1),
+        ("head", 1, None, 1),
+        ("head", 1, None, 1),
+    ]
+    assert groups[1]["refused"] == {
+        "fast path of nn.MultiheadAttention": {"training is enabled": 2}
+    }
 
 
 @pytest.mark.parametrize("width", [40, 100])

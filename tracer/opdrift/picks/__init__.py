@@ -8,6 +8,7 @@ library of an op on a CPU.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import cached_property
 from typing import Final
 
@@ -102,24 +103,18 @@ class Picks:
         return self._with_refusals(found, call, index)
 
     def _with_refusals(self, found: Pick, call: SdpaCall | None, index: int) -> Pick:
-        refused = {}
-        if call is not None and found.backend is not None and not found.name.endswith("backward"):
-            refused = call.refused_before(found.backend)
+        refused: dict[str, str] = {}
         reason = found.reason
-        if refused:
-            reason = (
-                next(iter(refused.values()))
-                if len(refused) == 1
-                else "what comes before it is refused"
-            )
-        return Pick(
-            found.name,
-            found.library,
-            found.backend,
-            reason,
-            {**refused, **self._fast_paths.refused(index)},
-            found.source,
-        )
+        if call is not None and found.backend is not None and "backward" not in found.name:
+            refused = call.refused_before(found.backend)
+            if len(refused) == 1:
+                (reason,) = refused.values()
+            elif refused:
+                reason = "torch tries it after those that refused"
+            elif found.source == "dispatcher" and call.judged:
+                reason = "torch tries it first, and it takes the call"
+        others = self._fast_paths.refused(index)
+        return replace(found, reason=reason, refused={**refused, **others})
 
     def among(self, ops: Iterable[int]) -> dict[int, Pick]:
         """Op index -> what ran, where it is known; an attention of several ops at its first."""

@@ -84,6 +84,8 @@ class _Region:
     causal: bool = False
     dropout: float = 0.0
     grouped: bool = False
+    scaled: int = -1  # torch's form: what torch makes of query, key and value comes after this op
+    cast: bool = False  # torch's form: it computed half precision in float32
 
     def maker(self, value: int) -> int | None:
         """Index of the op that made a value for this call; None for a leaf."""
@@ -118,14 +120,22 @@ class _Region:
         kept = len(self.members)
         source = self.back(value, _ALONG)
         index = self.maker(source)
-        trail = self.members[kept:]
-        repeated = any(self.flow.name(i) == "expand" for i in trail)
-        if index is not None and repeated and self.flow.name(index) == "unsqueeze":
-            self.members.append(index)
-            self.grouped = True
-            return self.flow.inputs(index)[0]
+        if index is not None and self.flow.name(index) == "unsqueeze":
+            before = self.flow.inputs(index)[0]
+            if index > self.scaled and self._repeats(self.members[kept:], before, source):
+                self.members.append(index)
+                self.grouped = True
+                return before
         del self.members[kept:]
         return value
+
+    def _repeats(self, trail: list[int], before: int, unsqueezed: int) -> bool:
+        """Whether heads are repeated between an unsqueeze and here; repeated once, expand makes no new value."""
+        if any(self.flow.name(i) == "expand" for i in trail):
+            return True
+        shape = self.flow.meta(before).shape
+        folded = any(self.flow.meta(self.flow.outputs(i)[0]).shape == shape for i in trail)
+        return folded and self.flow.meta(unsqueezed).shape[-3:-2] == (1,)
 
     def finished(
         self, query: int, key: int, value: int, output: int, backend: str | None
@@ -163,6 +173,8 @@ class _Region:
 
 
 def _around(flow: Flow, anchor: int, *, torch_made: bool) -> AttentionRegion | None:
+    if not flow.outputs(anchor):  # it raised
+        return None
     region = _Region(flow, [anchor], anchor, anchor)
     scores = flow.inputs(anchor)[0]
     product = _torch_scores(region, scores) if torch_made else _own_scores(region, scores)
@@ -179,7 +191,10 @@ def _around(flow: Flow, anchor: int, *, torch_made: bool) -> AttentionRegion | N
     if forward is None:
         return None
     value, output = forward
-    return region.finished(*sides, value, output, "MATH" if torch_made else None)
+    if not torch_made:
+        return region.finished(*sides, value, output, None)
+    query, key, value = (region.uncast(v) if region.cast else v for v in (*sides, value))
+    return region.finished(query, key, value, output, "MATH")
 
 
 # ---- back from the softmax, torch's form ---------------------------------------------------------------
@@ -231,13 +246,13 @@ def _torch_sides(region: _Region, operands: list[int]) -> tuple[int, int] | None
         if index is None or flow.name(index) != "mul":
             return None
         region.members.append(index)
+        region.scaled = index if region.scaled < 0 else min(index, region.scaled)
         scaled.append(flow.inputs(index)[0])
-    query = region.uncast(scaled[0])
     index = region.maker(scaled[1])
     if index is None or flow.name(index) not in _TURN:
         return None
     region.members.append(index)
-    return query, region.uncast(region.unrepeat(flow.inputs(index)[0]))
+    return scaled[0], region.unrepeat(flow.inputs(index)[0])
 
 
 # ---- back from the softmax, as models write it ---------------------------------------------------------
@@ -303,16 +318,20 @@ def _forward(region: _Region, anchor: int, *, torch_made: bool) -> tuple[int, in
     for _ in range(_DEEPEST):
         later = [i for i in flow.users(current) if i > seen]
         if torch_made:  # half precision casts the weights and throws them away
-            region.members += [i for i in later[:2] if flow.name(i) in _CAST]
+            casts = [i for i in later[:2] if flow.name(i) in _CAST]
+            region.members += casts
+            region.cast |= bool(casts)
             later = [i for i in later if flow.name(i) not in _CAST]
         later = [i for i in later if flow.name(i) != "detach"]
         if not later:
             return None
         seen, name = later[0], flow.name(later[0])
+        if not flow.outputs(seen):  # it raised
+            return None
         if name in _PRODUCT:
             if flow.inputs(seen)[-2] != current:
                 return None
-            return _result(region, seen)
+            return _result(region, seen, torch_made=torch_made)
         if name == "empty_like":
             after = _dropped(region, seen)
             if after is None:
@@ -321,13 +340,24 @@ def _forward(region: _Region, anchor: int, *, torch_made: bool) -> tuple[int, in
             continue
         if name in ("native_dropout", "dropout"):
             region.dropout = _number(flow, seen, "p", 0.5)
-        elif name == "mul" and _number(flow, seen, "other", 1.0) == 0.0:
+        elif name == "mul" and _drops_all(region, seen, current):
             region.dropout = 1.0
         elif name not in _ALONG and (torch_made or name not in _CAST):
             return None
         region.members.append(seen)
         current = flow.outputs(seen)[0]
     return None
+
+
+def _drops_all(region: _Region, index: int, weights: int) -> bool:
+    """Dropout of probability 1: a product with a zero, which torch makes for it."""
+    others = [v for v in region.flow.inputs(index) if v != weights]
+    made = [region.flow.maker(v, index) for v in others]
+    if not others or None in made:
+        return _number(region.flow, index, "other", 1.0) == 0.0
+    zeros = [i for i in made if i is not None and region.flow.name(i) == "zeros"]
+    region.members += zeros
+    return len(zeros) == len(others)
 
 
 def _dropped(region: _Region, index: int) -> int | None:
@@ -340,6 +370,8 @@ def _dropped(region: _Region, index: int) -> int | None:
         if not following:
             return None
         index = following[0]
+        if not flow.outputs(index):
+            return None
         region.members.append(index)
         if flow.name(index) == "bernoulli":
             # 0.5 is the default, which a dispatched call leaves out
@@ -350,23 +382,46 @@ def _dropped(region: _Region, index: int) -> int | None:
     return None
 
 
-def _result(region: _Region, product: int) -> tuple[int, int]:
+def _result(region: _Region, product: int, *, torch_made: bool) -> tuple[int, int]:
     flow = region.flow
     region.members.append(product)
     region.before = product
     operand = flow.inputs(product)[-1]
-    value = region.unrepeat(operand)
-    if value == operand:
-        value = region.back(operand, _ALONG)
-    value = region.uncast(value)
+    if torch_made:
+        value = region.unrepeat(_unfolded(region, operand, product))
+    else:
+        value = region.unrepeat(operand)
+        if value == operand:
+            value = region.back(operand, _ALONG)
+        value = region.uncast(value)
     output, seen = flow.outputs(product)[-1], product
+    own = ("_unsafe_view", "_to_copy") if region.cast or not torch_made else ("_unsafe_view",)
     for _ in range(_DEEPEST):
         following = next((i for i in flow.users(output) if i > seen), None)
-        if following is None or flow.name(following) not in ("_unsafe_view", "_to_copy"):
+        if following is None or not flow.outputs(following) or flow.name(following) not in own:
             break
         region.members.append(following)
         output, seen = flow.outputs(following)[0], following
     return value, output
+
+
+def _unfolded(region: _Region, value: int, product: int) -> int:
+    """The operand of a matmul that became this product: it broadcasts, then folds all leading dims into one."""
+    flow = region.flow
+
+    def undo(*names: str) -> bool:
+        nonlocal value
+        index = region.maker(value)
+        if index is None or index < region.scaled or flow.name(index) not in names:
+            return False
+        region.members.append(index)
+        value = flow.inputs(index)[0]
+        return True
+
+    if flow.name(product) == "bmm" and not undo("view") and undo("_unsafe_view"):
+        undo("clone")
+    undo("expand")
+    return value
 
 
 def _number(flow: Flow, index: int, name: str, default: float) -> float:

@@ -1,60 +1,134 @@
-"""Which implementation each op of a trace ran, for the reports on one trace."""
+"""Which implementations the ops of a trace ran, by module, for the reports on one trace."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from opdrift.picks import Picks
 from opdrift.records import Pick
 from opdrift.render.page import Page, Screen
-from opdrift.render.words import count, name, plural, readable
+from opdrift.render.words import cell, count, name, plural, readable
 from opdrift.tracefile.reader import Trace
 
 
 @dataclass(slots=True)
-class _Group:
-    """Ops of one name that ran one implementation."""
+class KernelGroup:
+    """Ops of one name that ran one implementation, in modules that differ by a number only.
 
+    Attributes:
+        module: Their path, with `*` for the numbers that differ: `layers.*.self_attn`.
+        op: The op; of an attention of several ops, its first.
+        pick: What ran, as said of the first of them.
+        first: Number of the first of them.
+        paths: The modules.
+        count: How many ops, or attentions of several ops.
+        reasons: Why this one, and of how many it is said.
+        refused: Likewise for each implementation that was refused.
+    """
+
+    module: str
     op: str
     pick: Pick
     first: int
-    number: int = 0
+    paths: set[str] = field(default_factory=set)
+    count: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
+    refused: dict[str, Counter[str]] = field(default_factory=dict)
+
+    def add(self, path: str, chosen: Pick) -> None:
+        """Count one more."""
+        self.paths.add(path)
+        self.count += 1
+        if chosen.reason and chosen.reason not in chosen.refused.values():
+            self.reasons[chosen.reason] += 1
+        for other, why in chosen.refused.items():
+            self.refused.setdefault(other, Counter())[why] += 1
+
+
+def kernel_groups(trace: Trace, picks: Mapping[int, Pick]) -> list[KernelGroup]:
+    """What ran, by module and implementation, in the order in which the modules came."""
+    groups: dict[tuple[str, str, str], KernelGroup] = {}
+    for index, chosen in picks.items():
+        path = trace.calls[int(trace.ops.call[index])].path
+        op = trace.op_info(int(trace.ops.signature[index])).name
+        key = (_pattern(path), op, chosen.backend or chosen.name)
+        group = groups.get(key)
+        if group is None:
+            seq = int(trace.ops.seq[index])
+            group = groups[key] = KernelGroup(key[0], op, chosen, seq)
+        group.add(path, chosen)
+    order = {module: number for number, module in enumerate(dict.fromkeys(k[0] for k in groups))}
+    found = sorted(groups.values(), key=lambda g: order[g.module])
+    for group in found:
+        if len(group.paths) == 1:
+            (group.module,) = group.paths
+    return found
+
+
+def _pattern(path: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in path.split("."))
+
+
+def group_object(group: KernelGroup) -> dict[str, Any]:
+    """A group as JSON."""
+    return {
+        "module": group.module,
+        "modules": len(group.paths),
+        "op": group.op,
+        "name": group.pick.name,
+        "library": group.pick.library,
+        "backend": group.pick.backend,
+        "source": group.pick.source,
+        "count": group.count,
+        "first": group.first,
+        "reasons": dict(group.reasons),
+        "refused": {other: dict(why) for other, why in group.refused.items()},
+    }
 
 
 def kernel_report(trace: Trace, ops: Sequence[int], screen: Screen) -> str:
-    """Which implementations ran, ops of one kind and one pick together, and why not another."""
+    """Which implementations ran in which modules, how often, and why not another."""
     page = Page(screen)
-    groups: dict[tuple[str, str], _Group] = {}
-    for index, chosen in Picks(trace).among(ops).items():
-        op = name(trace.op_info(int(trace.ops.signature[index])).name)
-        title = name(chosen.backend or chosen.name)
-        group = groups.setdefault((title, op), _Group(op, chosen, int(trace.ops.seq[index])))
-        group.number += 1
-        group.reasons.update(
-            f"{name(b)} refused: {readable(why)}" for b, why in chosen.refused.items()
-        )
-        if chosen.reason:
-            group.reasons[readable(chosen.reason)] += 1
+    groups = kernel_groups(trace, Picks(trace).among(ops))
     if not groups:
         page.line(
-            "no op whose implementation is known: no attention, matmul or convolution", "quiet"
+            "no op whose implementation is known: no attention, matmul, convolution or recurrent layer",
+            "quiet",
         )
         return page.render()
-    for (title, op), group in groups.items():
-        library = f" [{name(group.pick.library)}]" if group.pick.library else ""
-        number = plural(group.number, "op")
-        page.line(f"{title}{library}  {number}, first op {count(group.first)}", "strong", hang=2)
-        if op not in title:
-            page.field("op", (op, group.pick.name) if group.pick.name != op else (op,))
-        if group.reasons:
-            page.field(
-                "why",
-                [
-                    f"{why} ({count(n)})" if n != group.number else why
-                    for why, n in group.reasons.items()
-                ],
-            )
+    before: str | None = None
+    for group in groups:
+        if _pattern(group.module) != before:
+            before = _pattern(group.module)
+            same = [g for g in groups if _pattern(g.module) == before]
+            modules = set[str]().union(*(g.paths for g in same))
+            several = f"  {plural(len(modules), 'module')}" if len(modules) > 1 else ""
+            page.line(cell(same[0].module if not several else before) + several, "strong", hang=2)
+        _group(page, group)
     return page.render()
+
+
+def _group(page: Page, group: KernelGroup) -> None:
+    chosen = group.pick
+    title = name(chosen.backend or chosen.name)
+    library = f" [{name(chosen.library)}]" if chosen.library else ""
+    by = "" if chosen.name in title or not chosen.backend else f", {name(chosen.name)}"
+    page.line(
+        f"{title}{library}{by}  {plural(group.count, 'time')}, first op {count(group.first)}",
+        indent=2,
+        hang=2,
+    )
+    for line in _counted(group.reasons.items(), group.count):
+        page.line(line, "quiet", indent=6, hang=2)
+    for other, why in group.refused.items():
+        for line in _counted(why.items(), group.count):
+            page.line(f"not {name(other)}: {line}", "quiet", indent=6, hang=2)
+
+
+def _counted(reasons: Iterable[tuple[str, int]], total: int) -> list[str]:
+    """Reasons, with how often each was given where not always; many of a kind are cut short."""
+    found = [f"{readable(why)} ({count(n)})" if n != total else readable(why) for why, n in reasons]
+    return found if len(found) <= 4 else [*found[:3], f"and {len(found) - 3} other reasons"]

@@ -29,6 +29,7 @@ from opdrift.records import (
     TensorArgument,
 )
 from opdrift.render.json import finding_object, pick_object, safe
+from opdrift.render.kernels import group_object, kernel_groups
 from opdrift.tracefile.reader import FingerprintColumns, Trace
 
 #: Bit -> the word that reports use for it.
@@ -63,11 +64,13 @@ def render(
         leaves: The leaves to list.
         findings: What `opdrift.findings` found.
         marks: The marks to list.
-        kernels: Whether ops get the field `kernel`.
+        kernels: Whether ops get the field `kernel`, and the document `kernels`, by module with counts.
     """
     picks = Picks(trace).among(ops) if kernels else None
     yield f'{{"schema": "{TRACE_SCHEMA}",\n"header": {_dump(header_object(trace))},\n'
     yield from _list("ops", (_op(trace, i, picks) for i in ops))
+    if picks is not None:
+        yield from _list("kernels", (group_object(g) for g in kernel_groups(trace, picks)))
     yield from _list("marks", (mark_object(m) for m in marks))
     yield from _list("leaves", (leaf_object(trace, leaf) for leaf in leaves))
     yield from _list("findings", (finding_object(f) for f in findings), last=True)
