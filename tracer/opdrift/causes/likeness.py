@@ -160,9 +160,11 @@ def _zeroed(left: Fingerprint, right: Fingerprint, gap: Difference) -> Likeness 
             continue
         if not 0.6 < gap.absolute_l2**2 / lost < 1.6:
             continue
-        a, b = more.sample, fewer.sample
+        a, b = _samples(more), _samples(fewer)
+        if a is None or b is None or len(a) != len(b):
+            continue
         kept = a != 0
-        if len(a) != len(b) or not kept.any() or not np.array_equal(a[kept], b[kept]):
+        if not kept.any() or not np.array_equal(a[kept], b[kept]):
             continue
         side = 1 - number
         return Likeness(
