@@ -845,6 +845,7 @@ OTHER_RULES = {
     "mask-exchanged",
     "mask-leaf",
     "mask-on-one-side",
+    "mask-written",
     "padded-mask",
     "padded-positions",
     "position-counted",

@@ -87,6 +87,17 @@ class Compared:
         return found
 
     @cached_property
+    def constants(self) -> Flags:
+        """Pairs of factories that were asked for different constants: what differs is judged where it is used.
+
+        One that was asked for the same and gave another is an op like any other.
+        """
+        i, j = self.pairing.left, self.pairing.right
+        a, b = self.left.tokens, self.right.tokens
+        found: Flags = a.factory[i] & (a.full[i] != b.full[j])
+        return found
+
+    @cached_property
     def outputs_differ(self) -> Flags:
         """Pairs with an output that differs, or that only one side has."""
         found: Flags = self._any(self.outputs, DIFFERENT)
@@ -139,7 +150,7 @@ class Compared:
         """Per pair: whether a difference that it hands on is accounted for at it or before it."""
         i = self.pairing.left
         view: Flags = self.left.tokens.view[i]
-        fresh: Flags = self.left.tokens.factory[i] | self.left.tokens.uninitialised[i]
+        fresh: Flags = self.constants | self.left.tokens.uninitialised[i]
         found: Flags = self.tainted & ~fresh & ~view
         through = np.flatnonzero(view[self.inputs.pair] & self.input_differs & (makers >= 0))
         for _ in range(_DEEPEST):

@@ -51,6 +51,7 @@ CAUSES: Final[dict[str, Callable[[Evidence], Cause | None]]] = {
     "weights-retied": parameters.retied,
     "weights-written": parameters.weights_written,
     "weights-exchanged": exchanged.weights_exchanged,
+    "mask-written": masking.mask_written,
     "inplace": memory.inplace,
     "kv-cache": arguments.kv_cache,
     "mask-exchanged": exchanged.mask_exchanged,

@@ -57,8 +57,7 @@ def mask(e: Evidence) -> Cause | None:
     built = e.origin.story == "factory" and bool(masking or _reads_mask(e))
     # tril and triu make masks: with another diagonal they make another one
     built = built or (e.origin.story == "op" and bool(e.origin.settings) and _makes_mask(e))
-    only_one = e.origin.story == "region" and masking and len({name for name, _, _ in masking}) == 1
-    only_one = only_one and all(_is_mask_op(side.name(i)) for _, side, i in ops)
+    only_one = e.origin.story == "region" and _hides_in_one_run(e)
     if not settings and not built and not only_one:
         return None
     op = e.op()
@@ -152,6 +151,14 @@ def _made_here(e: Evidence) -> str | None:
     if e.origin.story != "factory" or not e.origin.region.left:
         return None
     return e.case.left.name(e.origin.region.left[0])
+
+
+def _hides_in_one_run(e: Evidence) -> bool:
+    """Whether all that stands in this place in one run only is a mask being made or used."""
+    regions = e.origin.region.left, e.origin.region.right
+    ops = [(n, side.name(i)) for n, (_, side, _) in enumerate(e.sides) for i in regions[n]]
+    hiding = {n for n, name in ops if base(name) in _MASKING_OPS}
+    return len(hiding) == 1 and all(_is_mask_op(name) for _, name in ops)
 
 
 def _makes_mask(e: Evidence) -> bool:

@@ -1,9 +1,19 @@
-"""A module that computes with another parameter than its own."""
+"""An op that reads another tensor than in the other run: another module's parameter, a mask that is none."""
 
 from __future__ import annotations
 
-from opdrift.causes.evidence import Evidence, cause, scope
+from typing import Final
+
+from opdrift.causes.evidence import SIDES, Evidence, cause, scope
+from opdrift.causes.masking import hides_something, is_low
+from opdrift.causes.reading import MASK_ARGUMENTS
 from opdrift.records import Cause
+from opdrift.tokens import base
+
+#: Ops that hide elements, by the argument that says which.
+_HIDING: Final = {"where": "condition", "masked_fill": "mask", "masked_fill_": "mask"}
+#: Ops by which scores get a mask of zeros and very low numbers.
+_ADDING: Final = frozenset({"add", "add_"})
 
 
 def weights_exchanged(e: Evidence) -> Cause | None:
@@ -31,4 +41,47 @@ def weights_exchanged(e: Evidence) -> Cause | None:
         ],
         "Look where these parameters are assigned or handed over: two names are exchanged, or a module is given"
         " another one's parameter (tying, a list that is indexed wrongly, a converted checkpoint).",
+    )
+
+
+def mask_exchanged(e: Evidence) -> Cause | None:
+    """An op that hides elements is given another mask in one run, made elsewhere or before the run."""
+    reader, values = e.consumer(), e.origin.values
+    if e.origin.story != "other-source" or e.origin.slot is None:
+        return None
+    if None in (reader.left, reader.right, values.left, values.right):
+        return None
+    evidence, added = [], 0
+    for name, side, op, value in zip(
+        SIDES,
+        (e.case.left, e.case.right),
+        (reader.left, reader.right),
+        (values.left, values.right),
+        strict=True,
+    ):
+        assert op is not None
+        assert value is not None
+        slots = side.contents.tokens.table[int(side.trace.ops.signature[op])].slots
+        slot = slots[e.origin.slot] if e.origin.slot < len(slots) else ""
+        hides = hides_something(side, value)
+        if base(side.name(op)) in _ADDING:
+            added += is_low(side, value)
+        elif slot != _HIDING.get(base(side.name(op))) and slot not in MASK_ARGUMENTS:
+            return None
+        what = {True: "hides some elements", False: "hides all or nothing", None: "is a mask"}[
+            hides
+        ]
+        maker = int(side.contents.maker[value])
+        made = f"made by {side.place(maker)}" if maker >= 0 else "that no op of this run made"
+        evidence += [f"{name}: {side.place(op)} reads {side.trace.meta(value)} {made}; it {what}"]
+    assert reader.left is not None
+    if base(e.case.left.name(reader.left)) in _ADDING and not added:
+        return None
+    return cause(
+        "mask",
+        "certain",
+        f"{e.case.left.name(reader.left)} in {scope(e.case.left.module(reader.left))} is given another mask",
+        evidence,
+        "Hand the same mask to this op in both runs: print the mask where the module receives it, and follow it from"
+        " the caller; check the meaning of True.",
     )

@@ -61,7 +61,7 @@ def _hidings_of(side: Side, op: int) -> list[Hiding]:
             return []
         return _by_mask(side, op, inputs[_FILLING[name]], f"{name} by a mask")
     if name in _ADDING:
-        masks = [v for v in inputs if _is_low(side, v)]
+        masks = [v for v in inputs if is_low(side, v)]
         return [Hiding(op, "a mask that is added to the scores", sure=True)] if masks else []
     if name == "_nested_tensor_from_mask":
         return _by_mask(side, op, inputs[-1], "padding left out by a mask")
@@ -97,7 +97,7 @@ def hides_something(side: Side, mask: int) -> bool | None:
     return print_.ninf > 0 or print_.min < _HIDDEN
 
 
-def _is_low(side: Side, value: int) -> bool:
+def is_low(side: Side, value: int) -> bool:
     """Whether a tensor is a mask of zeros and very low numbers, not scores that were masked before."""
     print_ = side.nearest_fingerprint(value)
     return print_ is not None and (
@@ -148,6 +148,24 @@ def mask_on_one_side(e: Evidence) -> Cause | None:
             f"{other}: no mask, not causal, on the way to the same result",
             "another attention backend may run because of the mask; without it the results cannot agree",
         ],
+        _REMEDY,
+    )
+
+
+def mask_written(e: Evidence) -> Cause | None:
+    """One run hides elements in place, and the other leaves them as they are."""
+    found = e.any_op
+    if e.origin.story != "written" or found is None:
+        return None
+    name, side, op = found
+    inputs = side.trace.ops.inputs[op].tolist()
+    if base(side.name(op)) != "masked_fill_" or hides_something(side, int(inputs[1])) is False:
+        return None
+    return cause(
+        "mask",
+        "certain",
+        f"{side.name(op)} in {scope(side.module(op))} hides elements in the {name} run only",
+        [f"{name}: {side.place(op)}", "the other run reads the same tensor as it was before"],
         _REMEDY,
     )
 

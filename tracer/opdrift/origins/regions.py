@@ -10,7 +10,10 @@ from opdrift.case import Case, Side
 from opdrift.flow import ancestry
 from opdrift.origins.kinds import computes, draws, makes_infinite, makes_nan
 from opdrift.records import COMPILED, Sides
+from opdrift.tokens import base
 
+#: Ops that hide elements where a mask says so.
+_HIDING: Final = frozenset({"masked_fill", "masked_fill_"})
 #: Parts of the names of ops that do a whole attention.
 _FUSED: Final = ("scaled_dot_product", "multi_head_attention", "encoder_layer_fwd")
 
@@ -47,7 +50,8 @@ def representative(
 
     The first that makes NaN or infinities, if those are what differs; else the first random draw; else
     the first op that computes on the side that has fewer of them (there the fused attention, if it is
-    one of them); else the op that reads what comes out.
+    one of them); else the op that hides elements, if that is all one side has; else the op that reads
+    what comes out.
     """
     sides = ((case.left, region.ops.left), (case.right, region.ops.right))
     for makes in (makes_nan, makes_infinite) if nonfinite else ():
@@ -67,9 +71,11 @@ def representative(
         side = sides[fewer][0]
         fused = (op for op in computing[fewer] if any(f in side.name(op) for f in _FUSED))
         return _on(fewer, next(fused, computing[fewer][0]))
+    other = computing[1 - fewer]
+    if len(other) == 1 and base(sides[1 - fewer][0].name(other[0])) in _HIDING:
+        return _on(1 - fewer, other[0])
     if consumer.left is not None or consumer.right is not None:
         return consumer
-    other = computing[1 - fewer]
     return _on(1 - fewer, other[0]) if other else consumer
 
 

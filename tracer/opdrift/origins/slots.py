@@ -138,7 +138,7 @@ class SlotJudge:
         compared, tokens = self._case.compared, self._case.left.contents.tokens
         while (row := compared.made_by_one_pair(left, right)) >= 0:
             op = int(self._case.pairing.left[row])
-            if tokens.factory[op]:
+            if compared.constants[row]:
                 return row
             if not tokens.view[op]:
                 return -1
