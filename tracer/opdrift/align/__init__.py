@@ -26,6 +26,7 @@ class Pairing:
         right_of: Per left op the right one, -1 if it has none.
         left_of: Per right op the left one, -1 if it has none.
         home: The call of each op, per side; a backward op counts to its forward op's.
+        repeats: Per op the op of the same run that it repeats in the backward pass, -1 for others; per side.
         method: How the pairs were found, for people.
         fallback_reason: Why a part could only be paired by occurrence; None if all was paired by rule.
     """
@@ -35,6 +36,7 @@ class Pairing:
     right_of: Ints
     left_of: Ints
     home: tuple[Ints, Ints]
+    repeats: tuple[Ints, Ints]
     method: str
     fallback_reason: str | None
 
@@ -55,16 +57,24 @@ def align(left: Contents, right: Contents, *, maps: Maps = ()) -> Pairing:
     swapped = _rank(right) < _rank(left)
     if swapped:
         found = _align(right, left, [(b, a) for a, b in maps])
-        home = (found.home[1], found.home[0])
     else:
         found = _align(left, right, list(maps))
-        home = found.home
     i, j = (found.right, found.left) if swapped else (found.left, found.right)
     order = np.argsort(i, kind="stable")
     right_of, left_of = (
         (found.left_of, found.right_of) if swapped else (found.right_of, found.left_of)
     )
-    return Pairing(i[order], j[order], right_of, left_of, home, found.method, found.fallback_reason)
+    home, repeats = found.home, found.repeats
+    return Pairing(
+        i[order],
+        j[order],
+        right_of,
+        left_of,
+        (home[1], home[0]) if swapped else home,
+        (repeats[1], repeats[0]) if swapped else repeats,
+        found.method,
+        found.fallback_reason,
+    )
 
 
 def _rank(contents: Contents) -> tuple[int, int, int]:
@@ -100,6 +110,7 @@ def _align(left: Contents, right: Contents, maps: list[tuple[str, str]]) -> Pair
         pairs.right_of,
         pairs.left_of,
         (trees[0].home, trees[1].home),
+        (trees[0].repeated_ops(), trees[1].repeated_ops()),
         "; ".join(method),
         reason,
     )

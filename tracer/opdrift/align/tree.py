@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
+from itertools import takewhile
 from typing import Final
 
 import numpy as np
@@ -67,6 +68,30 @@ class CallTree:
         """The calls that some calls made, one call's after another's."""
         numbers = self._children.find(calls)
         return self._children.rows_of(numbers[numbers >= 0])
+
+    def repeated_ops(self) -> Ints:
+        """Per op of the backward pass, the op of the forward pass that it repeats; -1 for others and for views."""
+        ops, view = self._contents.trace.ops, self._contents.tokens.view.all
+        found = np.full(len(ops), -1, np.int64)
+        late = np.flatnonzero(recomputing(ops) & ~view)
+        if not len(late):
+            return found
+        first = np.flatnonzero((ops.phase == 0) & ~view)
+        again, once = Groups.of(ops.call[late]), Groups.of(ops.call[first])
+        place = once.find(self.repeats[again.keys])
+        here = np.flatnonzero((self.repeats[again.keys] >= 0) & (place >= 0))
+        # what is repeated may stop early: as soon as all that the backward pass needs is there
+        here = here[again.lengths[here] <= once.lengths[place[here]]]
+        lengths = again.lengths[here]
+        if not len(here):
+            return found
+        mine = late[again.rows_of(here)]
+        theirs = first[once.order[spread(once.offsets[place[here]], lengths)]]
+        names = self._contents.tokens.name
+        same = np.logical_and.reduceat(names[mine] == names[theirs], np.cumsum(lengths) - lengths)
+        keep = np.repeat(same, lengths)
+        found[mine[keep]] = theirs[keep]
+        return found
 
     # ---- words -----------------------------------------------------------------------------------------
 
@@ -173,28 +198,44 @@ class CallTree:
             np.logical_or.at(late, self.parent[level], late[level])
         late[0] = False
         roots = np.flatnonzero(late & ~late[np.maximum(self.parent, 0)])
-        candidates: dict[tuple[int, int], list[int]] = {}
-        for call in np.flatnonzero(~late).tolist():
-            candidates.setdefault((int(self.path[call]), int(self.shape[call])), []).append(call)
+        begins = self._begin()
+        earlier: dict[int, list[int]] = {}
+        for call in np.flatnonzero(~late & np.isin(self.path, self.path[roots])).tolist():
+            earlier.setdefault(int(self.path[call]), []).append(call)
         for root in roots.tolist():
-            earlier = candidates.get((int(self.path[root]), int(self.shape[root])), [])
-            for words in (self.values, self.names):
-                # the last call of the forward pass is the first to be made again
-                match = next(
-                    (c for c in reversed(earlier) if c < root and words[c] == words[root]), -1
-                )
-                if match >= 0:
-                    earlier.remove(match)
-                    self._map_below(found, root, match)
-                    break
+            candidates = earlier.get(int(self.path[root]), [])
+            # the last call of the forward pass is the first to be made again
+            before = [c for c in reversed(candidates) if c < root]
+            match = next((c for c in before if begins[c] == begins[root]), None)
+            if match is None and before:
+                match = before[0]
+            if match is not None:
+                candidates.remove(match)
+                self._map_below(found, root, match)
+        return found
+
+    def _begin(self) -> Words:
+        """A word for what the first computing op in each call and below returned."""
+        ops = self._contents.trace.ops
+        none = len(ops)
+        first = np.full(len(self), none, np.int64)
+        computing = np.flatnonzero(~self._contents.tokens.view.all)
+        np.minimum.at(first, ops.call[computing], computing)
+        for level in reversed(self._levels):
+            np.minimum.at(first, self.parent[level], first[level])
+        has = (first < none) & (np.append(np.diff(ops.outputs.offsets), 0)[first] > 0)
+        found = np.zeros(len(self), np.uint64)
+        found[has] = self._contents.by_place[ops.outputs.values[ops.outputs.offsets[first[has]]]]
         return found
 
     def _map_below(self, found: Ints, call: int, other: int) -> None:
-        """Note that two calls, and the calls below them, are the same ones in turn."""
-        mine, theirs = np.array([call]), np.array([other])
-        while len(mine):
+        """Note that two calls are the same one in turn, and those below them as far as the first goes."""
+        open_ = [(call, other)]
+        while open_:
+            mine, theirs = open_.pop()
             found[mine] = theirs
-            mine, theirs = self.below(mine), self.below(theirs)
+            both = zip(self.children(mine).tolist(), self.children(theirs).tolist(), strict=False)
+            open_ += takewhile(lambda pair: self.relative[pair[0]] == self.relative[pair[1]], both)
 
 
 def _below(parent: str, path: str) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+
 from opdrift.case import Case, Side
 from opdrift.flow import ancestry
 from opdrift.origins.kinds import computes, draws, makes_infinite, makes_nan
@@ -48,12 +50,19 @@ def representative(
 ) -> Sides[int | None]:
     """The op that stands for a region.
 
-    The first that makes NaN or infinities, if those are what differs; else the first random draw; else
-    the first op that computes on the side that has fewer of them (there the fused attention, if it is
+    The first that repeats an op of its own run and returns something else; else the first that makes NaN
+    or infinities, if those are what differs; else the first random draw; else the first op that computes on the side that has fewer of them (there the fused attention, if it is
     one of them); else the op that hides elements, if that is all one side has; else the op that reads
     what comes out.
     """
     sides = ((case.left, region.ops.left), (case.right, region.ops.right))
+    for number, (side, ops) in enumerate(sides):
+        again = case.pairing.repeats[number]
+        first = next(
+            (op for op in ops if again[op] >= 0 and _strays(side, op, int(again[op]))), None
+        )
+        if first is not None:
+            return _on(number, first)
     for makes in (makes_nan, makes_infinite) if nonfinite else ():
         for number, (side, ops) in enumerate(sides):
             first = next((op for op in ops if makes(side, op)), None)
@@ -77,6 +86,14 @@ def representative(
     if consumer.left is not None or consumer.right is not None:
         return consumer
     return _on(1 - fewer, other[0]) if other else consumer
+
+
+def _strays(side: Side, op: int, before: int) -> bool:
+    """Whether an op returns something else of the same inputs than an earlier op of its run."""
+    ops, content = side.trace.ops, side.contents.by_lineage
+    inputs = content[ops.inputs[op]], content[ops.inputs[before]]
+    outputs = content[ops.outputs[op]], content[ops.outputs[before]]
+    return np.array_equal(*inputs) and not np.array_equal(*outputs)
 
 
 def _computing(side: Side, ops: Sequence[int]) -> list[int]:
