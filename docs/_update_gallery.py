@@ -32,7 +32,7 @@ TOP = """\
 # Gallery
 
 What `diff-trace` says, case by case: what was planted, then the whole report, recorded with torch {torch} on a CPU.
-Two cases differ in nothing that matters, and several only by rounding; the rest hold a defect that people have met.
+Cases marked CLEAN hold nothing that matters, those marked BENIGN rounding alone; the rest a defect that people have met.
 
 """
 

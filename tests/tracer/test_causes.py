@@ -903,8 +903,8 @@ def test_no_answer_is_an_error():
         (float("inf"), "infinite"),
         (0.0, "0"),
         (0.5, "0.5"),
-        (1.2345e-7, "1.2e-07"),
-        (123456.0, "1.2e+05"),
+        (1.2345e-7, "1.2e-7"),
+        (123456.0, "1.2e5"),
     ],
 )
 def test_sizes_have_two_or_three_digits(value: float | None, text: str):

@@ -29,7 +29,7 @@ def test_the_outputs_difference_is_held_against_what_rounding_grows_to():
     assert diagnosis.first.final_relative_difference is not None
     assert diagnosis.first.final_relative_difference <= diagnosis.final_explained
     (sentence,) = [n for n in diagnosis.notes if "at the output" in n]
-    assert "after 4 layers in float32: rounding explains up to 2.4e-06" in sentence
+    assert "behind 4 layers in float32: rounding explains up to 2.4e-6" in sentence
     assert diagnosis.first.arithmetic == "float32"
 
 

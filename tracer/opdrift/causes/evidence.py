@@ -187,7 +187,8 @@ def number(value: float | None) -> str:
         return "infinite"
     if value == 0 or 0.01 <= abs(value) < 1000:
         return f"{value:.3g}"
-    return f"{value:.1e}"
+    mantissa, exponent = f"{value:.1e}".split("e")  # as the reports write it: 2.6e-7
+    return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
 
 
 def some(names: Sequence[str], limit: int = 4) -> str:

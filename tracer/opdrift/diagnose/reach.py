@@ -11,6 +11,7 @@ from opdrift.bounds.precision import ROUNDOFF
 from opdrift.bounds.products import PRODUCT_OPS
 from opdrift.bounds.view import base_name
 from opdrift.case import Case
+from opdrift.causes.evidence import counted, number
 from opdrift.compare import dtype_epsilon
 
 #: Products of a decoder layer (q, k, v, output, three of a gated FFN), where modules have no numbers to count.
@@ -33,24 +34,25 @@ def reach_of(case: Case, final: float | None) -> Reach | None:
     """
     if final is None:
         return None
-    roundoff, layers, words = _depth(case)
-    if roundoff is None:
+    found = _depth(case)
+    if found is None:
         return None
+    roundoff, layers, passed, words = found
     explained = grown(roundoff, layers)
-    depth = f"after {layers} {'layers' if layers > 1 else 'layer'} in {words}"
+    depth = f"behind {passed} in {words}"
     if final <= explained:
-        said = f"{final:.1e} at the output {depth}: rounding explains up to {explained:.1e}, so nothing else is needed"
+        said = f"{number(final)} at the output {depth}: rounding explains up to {number(explained)}, so nothing else is needed"
     else:
         said = (
-            f"{final:.1e} at the output {depth} is more than rounding usually grows to ({explained:.1e}), though"
+            f"{number(final)} at the output {depth} is more than rounding usually grows to ({number(explained)}), though"
             " every op is within its bounds: this model amplifies (sharp attention, cancellation); look at where the"
             " difference grows"
         )
     return Reach(explained, said)
 
 
-def _depth(case: Case) -> tuple[float | None, int, str]:
-    """The unit roundoff of the coarsest products, how many layers they lie in, and that arithmetic in words."""
+def _depth(case: Case) -> tuple[float, int, str, str] | None:
+    """Of the products that differ: the coarsest unit roundoff, their layers, those and that arithmetic in words."""
     trace = case.left.trace
     rows = np.flatnonzero(case.compared.outputs_differ)
     ops = [
@@ -74,7 +76,10 @@ def _depth(case: Case) -> tuple[float | None, int, str]:
                 else f"{dtype} with {'TF32' if narrow == 'tf32' else 'bfloat16'} factors"
             )
     blocks = {part for i in ops if (part := _block(case.left.module(i))) is not None}
-    return coarsest, len(blocks) or -(-len(ops) // _PRODUCTS_A_LAYER), words
+    if coarsest is None:
+        return None
+    passed = counted(len(blocks), "layer") if blocks else counted(len(ops), "product")
+    return coarsest, len(blocks) or -(-len(ops) // _PRODUCTS_A_LAYER), passed, words
 
 
 _ANY_PRODUCT = PRODUCT_OPS | {

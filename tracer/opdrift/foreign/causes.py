@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from opdrift.causes.evidence import number
 from opdrift.foreign.comparison import Origin, summed_otherwise
 from opdrift.foreign.model import Log, LoggedOp, LoggedTensor, words
 from opdrift.records import ArgumentDifference, Cause
@@ -174,10 +175,12 @@ def _random(origin: Origin) -> Cause | None:
 
 
 def _rounding(origin: Origin, logs: Sequence[Log], distance: float, explained: float) -> Cause:
-    size = f"the norms are {distance:.1e} apart; rounding explains up to {explained:.1e} here"
+    size = (
+        f"the norms are {number(distance)} apart; rounding explains up to {number(explained)} here"
+    )
     text = (origin.values[0] or LoggedTensor("", None)).text
     if summed_otherwise(distance, text):
-        size = f"the norms are {distance:.1e} apart: the same numbers, added in another order, give as much"
+        size = f"the norms are {number(distance)} apart: the same numbers, added in another order, give as much"
     return Cause(
         "rounding",
         "possible",

@@ -406,21 +406,25 @@ def earlier(diagnosis: Diagnosis) -> str | None:
 def other_causes(diagnosis: Diagnosis) -> list[Cause]:
     """Causes of the whole comparison that the card has not said yet.
 
-    Where the card's cause is certain, further guesses about the same divergence only distract; and that the
-    runs do different things is what its first line says of a structure.
+    Further guesses about the same divergence only distract where its cause is more than one, and a rounding
+    before it has a line of its own.
     """
     shown = focus(diagnosis)
     if shown is None:
         return list(diagnosis.causes)
-    elsewhere = {o.cause.slug for o in diagnosis.origins if o != shown}
+    elsewhere = {
+        o.cause.slug for o in diagnosis.origins if o not in (shown, diagnosis.first_bitwise)
+    }
     return [
         c
         for c in diagnosis.causes
-        if c.slug != shown.cause.slug and (c.slug in elsewhere or not _redundant(c, shown))
+        if c.slug != shown.cause.slug
+        and (c.slug in elsewhere or not (_redundant(c, shown) or c.slug == "rounding"))
     ]
 
 
 def _redundant(further: Cause, shown: Divergence) -> bool:
-    if further.slug == "structure" and shown.kind == "structure":
+    """That the runs do something different is what every other cause explains; a guess adds nothing to more."""
+    if further.slug == "structure":
         return True
-    return further.confidence == "possible" and shown.cause.confidence == "certain"
+    return further.confidence == "possible" and shown.cause.confidence != "possible"
