@@ -1,17 +1,20 @@
 """What recording costs, beside torch's own DebugMode, as ratios to the plain run.
 
-Usage: python benchmarks/overhead.py [--quick] [encoder] [tiny] [decode]
+Usage: python benchmarks/overhead.py [--rounds N] [--levels] [encoder] [tiny] [decode]
 
 Every round runs the workload plain and then once under each variant, in one process; a figure is the
 median over rounds of variant / plain of the same round, in CPU time of the process on one thread. So a
 busy machine moves both sides of a ratio. "inside" is the workload alone, "whole" the `with` statement too:
-opening the trace, reading the model's parameters, closing. Higher is worse; plain is 1.
+opening the trace, reading the model's parameters, closing. Higher is worse; plain is 1. "least" is the
+fastest run of a variant over the fastest plain one, per op: what a quiet machine would come to.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
+import os
 import platform
 import shutil
 import statistics
@@ -22,6 +25,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -63,6 +67,7 @@ class Workload:
     ops: int
     rounds: int
     what: str
+    batch: int | None = None
 
 
 def encoder() -> Workload:
@@ -71,9 +76,9 @@ def encoder() -> Workload:
     layer = nn.TransformerEncoderLayer(256, 8, 1024, batch_first=True)
     model = nn.TransformerEncoder(layer, 12, enable_nested_tensor=False).eval()
     inputs = torch.randn(8, 64, 256)
-    return _counted(
-        "encoder", lambda: model(inputs), model, 15, "12 layers, d 256, batch 8 x 64, fast path off"
-    )
+    what = "12 layers, d 256, batch 8 x 64, fast path off"
+    found = _counted("encoder", lambda: model(inputs), model, 15, what)
+    return dataclasses.replace(found, batch=len(inputs))
 
 
 def tiny() -> Workload:
@@ -200,28 +205,60 @@ class Decoder(nn.Module):
 
 # ---- variants ------------------------------------------------------------------------------------------
 
-Variant = Callable[[Path, nn.Module | None], AbstractContextManager[object]]
+Variant = Callable[[Path, Workload], AbstractContextManager[object]]
 
 
-def _hashing(hash_fn: str, *, inputs: bool) -> Variant:
+def _ours(**options: Any) -> Variant:
+    return lambda path, workload: opdrift.record(path, model=workload.model, **options)
+
+
+def _by_sample(path: Path, workload: Workload) -> AbstractContextManager[object]:
+    batch = None if workload.batch is None else opdrift.Batch(workload.batch)
+    return opdrift.record(path, model=workload.model, batch=batch)
+
+
+@contextlib.contextmanager
+def _without_contents(path: Path, workload: Workload) -> Iterator[None]:
+    """Everything but reading tensors: a fingerprint is a row of zeros."""
+    blind = dataclasses.replace(load_engine(), put=_nothing, put_large=_nothing)
+    options: dict[str, Any] = {"integrity": "off", "kernels": "off"}
+    with (
+        mock.patch("opdrift.recorder.load_engine", return_value=blind),
+        opdrift.record(path, model=workload.model, **options),
+    ):
+        yield
+
+
+def _nothing(*_: int) -> None:
+    pass
+
+
+def _hashing(hash_fn: str, *, inputs: bool, **options: Any) -> Variant:
     @contextlib.contextmanager
-    def start(_: Path, __: nn.Module | None) -> Iterator[None]:
-        with DebugMode(), DebugMode.log_tensor_hashes(hash_fn=hash_fn, hash_inputs=inputs):
+    def start(_: Path, __: Workload) -> Iterator[None]:
+        with DebugMode(**options), DebugMode.log_tensor_hashes(hash_fn, hash_inputs=inputs):
             yield
 
     return start
 
 
-OURS = "opdrift"
 VARIANTS: dict[str, Variant] = {
     "empty dispatch mode": lambda _, __: EmptyMode(),
-    OURS: lambda path, model: opdrift.record(path, model=model),
-    "opdrift, integrity and kernels off": lambda path, model: opdrift.record(
-        path, model=model, integrity="off", kernels="off"
-    ),
+    "opdrift, metadata only": _without_contents,
+    "opdrift": _ours(),
     "DebugMode": lambda _, __: DebugMode(),
     "DebugMode, hashes (norm, outputs)": _hashing("norm", inputs=False),
-    "DebugMode, hash_tensor of inputs and outputs": _hashing("hash_tensor", inputs=True),
+    "DebugMode, everything": _hashing(
+        "hash_tensor", inputs=True, record_nn_module=True, record_stack_trace=True, record_ids=True
+    ),
+}
+#: Levels of our own options, each beside the default.
+LEVELS: dict[str, Variant] = {
+    "opdrift": _ours(),
+    "opdrift, integrity off": _ours(integrity="off"),
+    "opdrift, integrity full": _ours(integrity="full"),
+    "opdrift, kernels off": _ours(kernels="off"),
+    "opdrift, batch of the encoder's 8": _by_sample,
 }
 
 
@@ -237,18 +274,20 @@ class Samples:
     size: list[int] = field(default_factory=list)
 
 
-def measure(workload: Workload, rounds: int, scratch: Path) -> tuple[list[int], dict[str, Samples]]:
+def measure(
+    workload: Workload, variants: dict[str, Variant], rounds: int, scratch: Path
+) -> tuple[list[int], dict[str, Samples]]:
     """CPU time of the plain runs, and samples of each variant, interleaved."""
     plain: list[int] = []
-    samples = {name: Samples() for name in VARIANTS}
+    samples = {name: Samples() for name in variants}
     for _ in range(rounds):
         start = time.process_time_ns()
         workload.run()
         plain.append(time.process_time_ns() - start)
-        for name, variant in VARIANTS.items():
+        for name, variant in variants.items():
             path = scratch / "run.trace"
             opened = time.process_time_ns()
-            with variant(path, workload.model):
+            with variant(path, workload):
                 start = time.process_time_ns()
                 workload.run()
                 samples[name].inside.append(time.process_time_ns() - start)
@@ -272,7 +311,7 @@ def table(workload: Workload, plain: list[int], samples: dict[str, Samples]) -> 
     lines = [
         f"{workload.name}: {workload.what}; {workload.ops} ops, plain {statistics.median(plain) / 1e6:.1f} ms"
         f" ({statistics.median(plain) / 1e3 / workload.ops:.2f} us per op), {len(plain)} rounds",
-        f"  {'':46}{'inside':>8}{'whole':>8}{'us/op over plain':>18}{'bytes/op':>10}",
+        f"  {'':36}{'inside':>8}{'whole':>8}{'us/op over plain':>18}{'least':>8}{'bytes/op':>10}",
     ]
     for name, found in samples.items():
         inside, whole = (
@@ -284,8 +323,9 @@ def table(workload: Workload, plain: list[int], samples: dict[str, Samples]) -> 
             / 1e3
             / workload.ops
         )
+        least = (min(found.inside) - min(plain)) / 1e3 / workload.ops
         size = f"{statistics.median(found.size) / workload.ops:.0f}" if found.size else "-"
-        lines.append(f"  {name:46}{inside:>8.2f}{whole:>8.2f}{over:>18.1f}{size:>10}")
+        lines.append(f"  {name:36}{inside:>8.2f}{whole:>8.2f}{over:>18.1f}{least:>8.1f}{size:>10}")
     return "\n".join(lines)
 
 
@@ -294,22 +334,24 @@ def main() -> None:
     parser.add_argument(
         "workloads", nargs="*", help=f"{', '.join(WORKLOADS)}; all if none is named"
     )
-    parser.add_argument("--quick", action="store_true", help="three rounds")
+    parser.add_argument("--rounds", type=int, help="of each workload; 9 to 15 without")
+    parser.add_argument("--levels", action="store_true", help="levels of opdrift's own options")
     options = parser.parse_args()
     if unknown := set(options.workloads) - set(WORKLOADS):
         parser.error(f"no workload {', '.join(sorted(unknown))}; there are {', '.join(WORKLOADS)}")
     torch.set_num_threads(1)
     torch.backends.mha.set_fastpath_enabled(False)
+    variants = LEVELS if options.levels else VARIANTS
     print(
         f"torch {torch.__version__}, Python {platform.python_version()}, {torch.backends.cpu.get_cpu_capability()}, engine {load_engine().name}"
     )
     with tempfile.TemporaryDirectory() as scratch, torch.no_grad():
         for name in options.workloads or WORKLOADS:
             workload = WORKLOADS[name]()
-            plain, samples = measure(
-                workload, 3 if options.quick else workload.rounds, Path(scratch)
-            )
+            rounds = options.rounds or workload.rounds
+            plain, samples = measure(workload, variants, rounds, Path(scratch))
             print(table(workload, plain, samples), flush=True)
+            print(f"  load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores", flush=True)
 
 
 if __name__ == "__main__":
