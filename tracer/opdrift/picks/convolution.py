@@ -37,6 +37,8 @@ def convolution(
     dilated = any(v != 1 for v in numbers(arguments.get("dilation")))
     if _nnpack_takes(image, weight, flag) and not turned and not dilated:
         return Pick(f"{op.name}: convolution", "NNPACK", None, f"{why}; batch {image.shape[0]}")
+    if dims == 3:  # unfolded by MKL's transposes, in batches
+        return Pick(f"{op.name}: unfolding and products", "ATen", None, why)
     product = {"float32": "SGEMM", "float64": "DGEMM"}.get(image.dtype, "own product")
     step = "GEMM and col2im" if turned else "im2col and GEMM"
     return Pick(f"{op.name}: {step.replace('GEMM', product)}", "ATen", None, why)
@@ -89,7 +91,7 @@ def _nnpack_takes(image: TensorMeta, weight: TensorMeta, flag: Get) -> bool:
     return (
         flag("nnpack.enabled", False) is True
         and image.dtype == "float32"
-        and len(weight.shape) == 4
+        and len(weight.shape) < 5
         and image.shape[0] >= _LARGE_BATCH
         and all(size < 17 for size in weight.shape[2:])
     )

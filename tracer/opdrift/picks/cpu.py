@@ -22,8 +22,9 @@ _ONEDNN_ABOVE: Final = 16 * 16 * 16
 #: bmm: products smaller than this are torch's own loop.
 _OWN_LOOP_BELOW: Final = 400
 _PREFIX: Final = {"float32": "S", "float64": "D", "complex64": "C", "complex128": "Z"}
-#: BLAS names the dot product of complex numbers by whether it conjugates.
-_DOT: Final = {"dot": {"complex64": "CDOTU", "complex128": "ZDOTU"}, "vdot": {"complex64": "CDOTC", "complex128": "ZDOTC"}}  # fmt: skip
+#: BLAS has two dot products of complex numbers; one conjugates.
+_DOT: Final = {"float32": "SDOT", "float64": "DDOT", "complex64": "CDOTU", "complex128": "ZDOTU"}
+_VDOT: Final = {**_DOT, "complex64": "CDOTC", "complex128": "ZDOTC"}
 
 #: (name of the op, layouts of its tensors, arguments, flags) -> the pick.
 _Rule = Callable[[Op, list[TensorMeta], Mapping[str, Argument], Get], Pick | None]
@@ -120,26 +121,26 @@ def _product(name: str, dtype: str, size: int, batch: int | None, flag: Get) -> 
 def _vector(
     op: Op, metas: list[TensorMeta], arguments: Mapping[str, Argument], flag: Get
 ) -> Pick | None:
-    """mv, addmv."""
+    """mv, addmv; torch hands no complex ones to BLAS."""
     matrix = metas[-2]
-    return _level2(op.name, "GEMV", matrix, f"{_PREFIX.get(matrix.dtype)}GEMV", flag)
+    blas = {"float32": "SGEMV", "float64": "DGEMV"}.get(matrix.dtype)
+    return _level2(op.name, "GEMV", matrix, blas, flag)
 
 
 def _dot(
     op: Op, metas: list[TensorMeta], arguments: Mapping[str, Argument], flag: Get
 ) -> Pick | None:
-    own = f"{_PREFIX.get(metas[0].dtype)}DOT"
-    kind = "vdot" if base_name(op.name) == "vdot" else "dot"
-    return _level2(op.name, "dot product", metas[0], _DOT[kind].get(metas[0].dtype, own), flag)
+    blas = _VDOT if base_name(op.name) == "vdot" else _DOT
+    return _level2(op.name, "dot product", metas[0], blas.get(metas[0].dtype), flag)
 
 
-def _level2(name: str, kind: str, larger: TensorMeta, blas: str, flag: Get) -> Pick | None:
+def _level2(name: str, kind: str, larger: TensorMeta, blas: str | None, flag: Get) -> Pick | None:
     """A product with a vector: BLAS, or oneDNN for 16-bit types from a size on."""
     size = math.prod(larger.shape)
     takes = onednn_takes(larger.dtype, flag, "matmul")
     if size == 0 or takes is None:
         return None
-    if larger.dtype in _PREFIX and not takes:
+    if blas is not None and not takes:
         return Pick(f"{name}: {blas}", "MKL", None, f"{larger.dtype} goes to BLAS")
     if takes and size > _ONEDNN_ABOVE:
         return Pick(
@@ -154,6 +155,8 @@ def _level2(name: str, kind: str, larger: TensorMeta, blas: str, flag: Get) -> P
 def _integers(
     op: Op, metas: list[TensorMeta], arguments: Mapping[str, Argument], flag: Get
 ) -> Pick | None:
+    if not flag("mkldnn.enabled", True):
+        return Pick(f"{op.name}: own loop", "ATen", None, "oneDNN is switched off")
     return Pick(f"{op.name}: gemm_s8s8s32", "oneDNN", None, "products of int8 with int32 sums")
 
 
