@@ -145,18 +145,17 @@ def _walk(
             if origin.op.left not in made.left or origin.op.right not in made.right:
                 yield origin, row
             continue
-        found = None
         for slot in slots[row]:
             inputs = compared.inputs
             left, right = int(inputs.left[slot]), int(inputs.right[slot])
             if _is_unwritten(case, left, right):
-                found = replace(_direct(case, row), inputs_match=False)
-                yield found, row
+                yield replace(_direct(case, row), inputs_match=False), row
                 break
             found = judge.judge(left, right, row, int(inputs.position[slot]))
             if found is not None:
                 yield (single.at_maker(case, found) if case.by_sample else found), row
-        if found is None:
+        else:
+            # whatever its inputs are made of, they must explain its result
             yield None, row
 
 
