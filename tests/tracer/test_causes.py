@@ -833,6 +833,34 @@ def test_versions_are_offered_as_a_further_cause():
     assert "environment" in [c.slug for c in found.causes]
 
 
+def drawn(factor: float) -> Run:
+    """A model whose weight is apart from another's by a factor an element."""
+    noise = 1 + factor * draw("noise").astype("f8")
+    return model({"fc.weight": (draw("w") * noise).astype("<f4")})
+
+
+def test_weights_apart_by_rounding_on_another_machine_are_of_the_environment():
+    """Seeded draws differ in the last bits with the instructions of the CPU."""
+    found = cause(
+        run(drawn(0), flags={"cpu_capability": "AVX512"}),
+        run(drawn(2e-8), flags={"cpu_capability": "DEFAULT"}),
+    )
+
+    assert found.slug == "environment"
+    assert says(found, "no more than rounding", "cpu_capability: AVX512 against DEFAULT")
+
+
+@pytest.mark.parametrize(("factor", "other"), [(2e-8, "AVX512"), (1e-2, "DEFAULT")])
+def test_weights_are_not_put_down_to_the_machine_without_reason(factor: float, other: str):
+    """The same machine, or more than rounding."""
+    found = cause(
+        run(drawn(0), flags={"cpu_capability": "AVX512"}),
+        run(drawn(factor), flags={"cpu_capability": other}),
+    )
+
+    assert found.slug == "weights"
+
+
 # ---- all of them -----------------------------------------------------------------------------------------------
 
 

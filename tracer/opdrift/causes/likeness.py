@@ -33,8 +33,11 @@ Doubles = npt.NDArray[np.float64]
 
 #: Fewer elements than this agree in their extremes by chance, or hold one number.
 _ENOUGH: Final = 8
-#: Sums and squares in another order: below 1e-15 for 1e6 elements on a CPU, whose sums are of float64.
-_SAME_SUM: Final = 1e-6
+#: Sums and squares in another order: below 1e-15 for 1e6 elements, since they are of float64.
+_SAME_SUM: Final = 1e-9
+#: Two rows of a thousand exchanged are this far apart; less is what rounding and casts do, which can leave the
+#: extremes and the sums as they were.
+_REARRANGED: Final = 1e-3
 #: A factor is the same in the extremes, the sum and the norm up to one rounding of float32 an element.
 _SAME_FACTOR: Final = 1e-6
 #: Bits of a float32 that a narrower type does not keep, and the type's unit roundoff 2^-p.
@@ -119,7 +122,7 @@ def _rearranged(left: Fingerprint, right: Fingerprint, gap: Difference) -> Liken
         and math.isclose(left.ssq, right.ssq, rel_tol=_SAME_SUM)
         and abs(left.sum - right.sum) <= _SAME_SUM * math.sqrt(left.n * left.ssq)
     )
-    if not same or gap.changed_index is not None:
+    if not same or gap.relative is None or gap.relative < _REARRANGED:
         return None
     return Likeness(
         "rearranged",
@@ -232,6 +235,8 @@ def _eight_bits(left: Fingerprint, right: Fingerprint, gap: Difference) -> Liken
     A scale per row shows in no other statistic; noise, training and casts move the largest element as well.
     """
     low, high = _EIGHT_BITS
+    if left.code != Code.F32 or right.code != Code.F32 or _is_coarse(left.absmax):
+        return None  # numbers of few bits have their largest in common by chance
     a, b = _samples(left), _samples(right)
     if gap.relative is None or not low < gap.relative < high or a is None or b is None:
         return None
@@ -249,6 +254,11 @@ def _eight_bits(left: Fingerprint, right: Fingerprint, gap: Difference) -> Liken
         side,
         "127",
     )
+
+
+def _is_coarse(number: float) -> bool:
+    """Whether a float32 has no bits below those of a narrower type."""
+    return not int(np.float32(number).view(np.uint32)) & 0x1FFF
 
 
 def _samples(print_: Fingerprint) -> Doubles | None:
