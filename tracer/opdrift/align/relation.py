@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
+from opdrift import tfp1
 from opdrift.align import Pairing
 from opdrift.contents import Contents
 from opdrift.tokens import Words
-from opdrift.tracefile.reader import Trace
+from opdrift.tracefile.reader import Fingerprint, Trace
 
 #: Where fewer ops than this part of the longer run are paired, they are paired by chance.
 _PAIRED_SHARE: Final = 0.1
@@ -43,3 +46,59 @@ def _contents(contents: Contents) -> Words:
     values = prints.value[prints.number("min") < prints.number("max")]
     found: Words = np.unique(contents.by_place[values])
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class InParts:
+    """An input that one run gives to one call, and the other, piece by piece, to several.
+
+    Attributes:
+        name: Of the input.
+        number: 0 where the right run gives it in parts, 1 where the left one does.
+        sizes: Elements of each part.
+    """
+
+    name: str
+    number: int
+    sizes: tuple[int, ...]
+
+
+def in_parts(left: Contents, right: Contents) -> InParts | None:
+    """The first input that is, digest for digest, the inputs of several calls of the other run in a row.
+
+    That is one long call against a prefill and cached steps. A digest tells it where the parts lie one after
+    another in memory, as the tokens of one sequence do; so nothing is taken for a part that is none.
+    """
+    inputs = _inputs(left.trace), _inputs(right.trace)
+    for name in inputs[0].keys() & inputs[1].keys():
+        for number, (whole, parts) in enumerate((inputs, inputs[::-1])):
+            found = _composed(whole[name][0], parts[name])
+            if found is not None:
+                return InParts(name, number, found)
+    return None
+
+
+def _inputs(trace: Trace) -> dict[str, list[Fingerprint]]:
+    found: dict[str, list[Fingerprint]] = {}
+    for leaf in trace.leaves:
+        fingerprint = trace.fingerprint(leaf.value) if leaf.kind == "input" and leaf.name else None
+        if fingerprint is not None:
+            found.setdefault(leaf.name, []).append(fingerprint)
+    return found
+
+
+def _composed(whole: Fingerprint, parts: Sequence[Fingerprint]) -> tuple[int, ...] | None:
+    """Sizes of the first parts, two at least, that together are the whole; None if they are not."""
+    width = tfp1.Code(whole.code).bytes
+    if any(part.key == whole.key for part in parts):
+        return None  # the other run gives all of it to a call, too
+    taken: list[tuple[int, int]] = []
+    sizes: list[int] = []
+    for part in parts:
+        if part.code != whole.code or sum(sizes) >= whole.n:
+            break
+        taken.append((part.raw, tfp1.digits(part.n, width)))
+        sizes.append(part.n)
+    if len(sizes) < 2 or sum(sizes) != whole.n or tfp1.concat(taken) != whole.raw:
+        return None
+    return tuple(sizes)

@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 
 from opdrift.align import Maps
-from opdrift.align.relation import nothing_in_common
+from opdrift.align.relation import InParts, in_parts, nothing_in_common
 from opdrift.case import Case, build_case
 from opdrift.causes import Evidence, Shared, causes_of
 from opdrift.diagnose.divergences import divergence
@@ -83,6 +83,10 @@ def diagnose(
     found = find_origins(case, whole=whole)
     if not found.origins and (not whole or (samples is not None and not found.sinks)):
         raise _nothing_found(left, right, case)
+    if any(o.kind == "leaf" and o.leaf.left and o.leaf.left.kind == "input" for o in found.origins):
+        parts = in_parts(case.left.contents, case.right.contents)
+        if parts is not None:
+            raise _given_in_parts(case, parts)
     sizes = receive(case, found.receivers)
     judged = _judge(case, found, sizes, environment, tolerance)
     final = _final(case, found)
@@ -145,6 +149,16 @@ def _step_of(case: Case, first: Divergence | None) -> list[str]:
         else " and ".join(f"{n} {s}" for n, s in found.items())
     )
     return [f"the first difference lies in step {steps}"]
+
+
+def _given_in_parts(case: Case, parts: InParts) -> IncomparableTracesError:
+    whole, other = (case.left.trace, case.right.trace)[:: -1 if parts.number else 1]
+    sizes = ", ".join(map(str, parts.sizes[:4])) + (", ..." if len(parts.sizes) > 4 else "")
+    return IncomparableTracesError(
+        f"{whole.path} gives all {sum(parts.sizes)} elements of {parts.name!r} to one call, {other.path} gives them in"
+        f" {len(parts.sizes)} parts ({sizes}) to as many calls: one long call and cached steps, or a batch and its parts, have no"
+        " ops in common that could be compared one by one. Record both runs in the same way, or compare their results."
+    )
 
 
 def _nothing_found(left: Trace, right: Trace, case: Case) -> IncomparableTracesError:
