@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 from opdrift.case import Side
 from opdrift.causes.evidence import Evidence, cause, number, op_names, scope, some
 from opdrift.causes.likeness import likeness
 from opdrift.causes.nondeterministic import NONDETERMINISTIC
+from opdrift.causes.picked import FUSED, choices, kernel_picks, told
 from opdrift.origins.kinds import draws
-from opdrift.records import COMPILED, Cause, Pick, Sides
+from opdrift.records import COMPILED, Cause
 from opdrift.sizes import threads
 from opdrift.tokens import base
-
-#: One op for what is otherwise several: the fast paths of torch.nn and attention.
-_FUSED: Final = (
-    ("_transformer_encoder_layer_fwd", "_native_multi_head_attention"),
-    ("scaled_dot_product", "flash_attention", "efficient_attention", "cudnn_attention"),
-)
 
 
 def nondeterministic_op(e: Evidence) -> Cause | None:
@@ -65,13 +58,11 @@ def rounding(e: Evidence) -> Cause | None:
         else "the results"
     )
     evidence = [_size(e)]
-    picks = kernel_picks(e)
-    if picks.left is not None and picks.right is not None:
-        same = picks.left.name == picks.right.name and picks.left.backend == picks.right.backend
-        evidence.append(
-            f"kernel: {_pick(picks.left)}"
-            + (" in both" if same else f" against {_pick(picks.right)}")
-        )
+    picks, ran = kernel_picks(e), choices(e)
+    if ran is not None:
+        evidence += ran.evidence
+    elif picks.left is not None and picks.right is not None:
+        evidence.append(f"kernel: {told(picks.left)} in both")
     a, b = threads(e.case.left), threads(e.case.right)
     if a != b:
         evidence.append(f"num_threads: {a} against {b}, so sums are split differently")
@@ -91,9 +82,11 @@ def rounding(e: Evidence) -> Cause | None:
     return cause(
         "rounding",
         "certain" if certain else "likely",
-        f"{where} gives the same result up to rounding",
+        f"{where} gives the same result up to rounding" + (f": {ran.sentence}" if ran else ""),
         evidence,
-        "Nothing is wrong. For equal bits use the same kernel on both sides: the same batch size, threads"
+        f"Nothing is wrong. {ran.pin}; then the bits can be compared."
+        if ran is not None
+        else "Nothing is wrong. For equal bits use the same kernel on both sides: the same batch size, threads"
         " (torch.set_num_threads), attention backend (sdpa_kernel) and library versions.",
     )
 
@@ -146,22 +139,13 @@ def kernel(e: Evidence) -> Cause | None:
         return _other_result(e)
     if e.origin.story != "region":
         return None
-    picks = kernel_picks(e)
+    ran = choices(e)
     fused = _fused_on_one_side(e)
-    other = picks.left is not None and picks.right is not None
-    other = other and picks.left.backend != picks.right.backend  # type: ignore[union-attr]
-    if not e.ops_of(0) or not e.ops_of(1) or not (fused or other):
+    if not e.ops_of(0) or not e.ops_of(1) or not (fused or (ran and ran.attention)):
         return None
-    evidence = []
-    if fused:
-        name, side, op = fused[0]
-        chosen = side.pick(op)
-        evidence.append(
-            f"{name}: {side.place(op)}" + (f": {chosen.reason}" if chosen and chosen.reason else "")
-        )
+    evidence = [f"{name}: {side.place(op)}" for name, side, op in fused[:1]]
+    evidence += ran.evidence if ran is not None else ()
     evidence += _regions(e)
-    evidence += [f"{label}: {_pick(p)}, refused: {'; '.join(f'{k}: {v}' for k, v in p.refused.items())}"
-                 for label, p in (("left", picks.left), ("right", picks.right)) if p is not None and p.refused]  # fmt: skip
     modes = [side.trace.header.flags.get("grad_mode") for _, side, _ in e.sides]
     grads = [_grad_enabled(side, e.ops_of(n)) for n, (_, side, _) in enumerate(e.sides)]
     if grads[0] != grads[1]:
@@ -172,19 +156,19 @@ def kernel(e: Evidence) -> Cause | None:
         evidence.append(f"grad_mode: {modes[0]} against {modes[1]}")
     evidence.append(_size(e))
     where = scope(fused[0][1].module(fused[0][2])) if fused else "the model"
-    which = (
-        f"the {fused[0][0]} run takes a fused path in {where}"
-        if fused
-        else f"attention ran on different backends in {where}"
-    )
+    which = ran.sentence if ran else f"the {fused[0][0]} run takes a fused path"
     return cause(
         "kernel",
         "certain",
-        f"{which}, and the result differs by more than rounding",
+        f"in {where} {which}, and the result differs by more than rounding",
         evidence,
-        "Force one path on both sides: torch.backends.mha.set_fastpath_enabled(False),"
-        " torch.nn.attention.sdpa_kernel(...), or the same grad mode; then compare again. Padded rows are zeros on the"
-        " fast path of nn.TransformerEncoder: compare valid positions only.",
+        (
+            ran.pin
+            if ran
+            else "Force one path on both sides: torch.backends.mha.set_fastpath_enabled(False)"
+        )
+        + "; then compare again. Padded rows are zeros on the fast path of nn.TransformerEncoder: compare valid"
+        " positions only.",
     )
 
 
@@ -196,18 +180,13 @@ def _other_result(e: Evidence) -> Cause | None:
     drawing = draws(e.case.left, op.left) or draws(e.case.right, op.right)
     if drawing and (states[0] != states[1] or not states[0]):
         return None
-    picks = kernel_picks(e)
+    ran = choices(e)
     devices = {
         side.trace.meta(int(v)).device.partition(":")[0]
         for _, side, i in e.sides
         if i is not None
         for v in side.trace.ops.outputs[i]
     }
-    other = (
-        picks.left is not None
-        and picks.right is not None
-        and (picks.left.name, picks.left.library) != (picks.right.name, picks.right.library)
-    )
     before = (
         "inputs equal bit for bit"
         if e.origin.inputs_match
@@ -216,8 +195,7 @@ def _other_result(e: Evidence) -> Cause | None:
     evidence = [f"same op, same arguments, {before}", _size(e)]
     if drawing:
         evidence.append(f"the generator's state was the same, too: {states[0]:016x}")
-    if other:
-        evidence.append(f"kernel: {_pick(picks.left)} against {_pick(picks.right)}")
+    evidence += ran.evidence if ran is not None else ()
     if len(devices) > 1:
         evidence.append(f"devices: {', '.join(sorted(devices))}")
     gap = e.size.difference
@@ -227,8 +205,9 @@ def _other_result(e: Evidence) -> Cause | None:
     name = e.case.left.name(op.left)
     return cause(
         "kernel",
-        "likely" if other or len(devices) > 1 else "possible",
-        f"{name} in {scope(e.case.left.module(op.left))} computes something else from the same inputs",
+        "likely" if ran or len(devices) > 1 else "possible",
+        f"{name} in {scope(e.case.left.module(op.left))} computes something else from the same inputs"
+        + (f": {ran.sentence}" if ran else ""),
         evidence,
         "Run the op alone on saved inputs in both environments; if it disagrees there, the kernel or the hardware is at"
         " fault, else something wrote into its result (a custom kernel, another stream or thread).",
@@ -282,7 +261,7 @@ def compile_(e: Evidence) -> Cause | None:
 def _fused_on_one_side(e: Evidence) -> list[tuple[str, Side, int]]:
     """Fused ops that only one side has here: those of whole layers first, else those of attention."""
     partners = (e.case.pairing.right_of, e.case.pairing.left_of)
-    for words in _FUSED:
+    for words in FUSED:
         found = [
             (name, side, op)
             for n, (name, side, _) in enumerate(e.sides)
@@ -294,38 +273,6 @@ def _fused_on_one_side(e: Evidence) -> list[tuple[str, Side, int]]:
         if found:
             return []
     return []
-
-
-def kernel_picks(e: Evidence) -> Sides[Pick | None]:
-    """What ran on each side: the op's own kernel, or what a stretch of ops stands for."""
-    found = []
-    for n, (_, side, op) in enumerate(e.sides):
-        ops = e.ops_of(n)
-        chosen = side.pick(op)
-        if chosen is None or e.origin.story == "region":
-            chosen = _region_pick(side, ops) or chosen
-        found.append(chosen)
-    return Sides(found[0], found[1])
-
-
-def _region_pick(side: Side, ops: list[int]) -> Pick | None:
-    for op in ops:
-        if any(word in side.name(op) for words in _FUSED for word in words):
-            return side.pick(op)
-    inside = set(ops)
-    if not any("softmax" in side.name(op) for op in ops):
-        return None
-    for region in side.attention:
-        if inside.intersection(region.ops):
-            return side.picks.of_region(region)
-    return None
-
-
-def _pick(found: Pick | None) -> str:
-    if found is None:
-        return "unknown"
-    parts = [p for p in (found.backend or found.name, found.library) if p]
-    return " of ".join(parts)
 
 
 def _regions(e: Evidence) -> list[str]:

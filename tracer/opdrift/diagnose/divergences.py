@@ -5,7 +5,7 @@ from __future__ import annotations
 from opdrift.bounds import arithmetic
 from opdrift.case import Case, Side
 from opdrift.causes.evidence import Evidence, Shared
-from opdrift.causes.kernels import kernel_picks
+from opdrift.causes.picked import kernel_picks
 from opdrift.origins.model import Origin
 from opdrift.records import Cause, Divergence, Phase, Pick, Sides
 from opdrift.sizes import Size

@@ -1,0 +1,147 @@
+"""What each side ran at an origin, why it did, and what made the choice another one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from opdrift.case import Side
+from opdrift.causes.evidence import SIDES, Evidence
+from opdrift.picks import AttentionRegion, SdpaCall, decisive
+from opdrift.records import Pick, Sides
+
+#: One op for what is otherwise several: the fast paths of torch.nn and attention.
+FUSED: Final = (
+    ("_transformer_encoder_layer_fwd", "_native_multi_head_attention"),
+    ("scaled_dot_product", "flash_attention", "efficient_attention", "cudnn_attention"),
+)
+_PIN_ATTENTION: Final = "Pin the backend on both sides: with torch.nn.attention.sdpa_kernel(SDPBackend.MATH): ..., which every call can run"
+_PIN_FAST_PATH: Final = "Pin the path on both sides: torch.backends.mha.set_fastpath_enabled(False)"
+_PIN_ONEDNN: Final = "Pin the library on both sides: torch.backends.mkldnn.flags(enabled=False), or the same batch size and dtype"
+_SAME_SIZE: Final = (
+    "Run both sides with the same batch size: which routine multiplies follows from the sizes"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """Both picks, where they are not the same.
+
+    Attributes:
+        sentence: `left ran FLASH_ATTENTION; right ran MATH because attn_mask requires grad`.
+        evidence: What each side ran and refused, and which facts made the choice another one.
+        pin: How to make both sides run the same, to be typed.
+        attention: Another backend or path of attention, not another routine of a library.
+    """
+
+    sentence: str
+    evidence: tuple[str, ...]
+    pin: str
+    attention: bool
+
+
+def kernel_picks(e: Evidence) -> Sides[Pick | None]:
+    """What ran on each side: the op's own kernel, or what a stretch of ops stands for."""
+    found = [_here(e, n)[0] for n in (0, 1)]
+    return Sides(found[0], found[1])
+
+
+def choices(e: Evidence) -> Choices | None:
+    """Both picks in words; None where one is not known, or they are the same."""
+    (left, a), (right, b) = _here(e, 0), _here(e, 1)
+    if left is None or right is None or _same(left, right):
+        return None
+    evidence = [f"{label}: {told(p)}" for label, p in zip(SIDES, (left, right), strict=True)]
+    evidence += [
+        f"{label}: not {other}: {why}"
+        for label, p in zip(SIDES, (left, right), strict=True)
+        for other, why in p.refused.items()
+    ]
+    changed = decisive(a, b) if a is not None and b is not None else []
+    evidence += [f"what changed the pick: {each}" for each in changed]
+    return Choices(
+        f"left ran {_because(left, right)}; right ran {_because(right, left)}",
+        tuple(evidence),
+        _pin(left, right),
+        attention=left.backend != right.backend or not (_is_routine(left) or _is_routine(right)),
+    )
+
+
+def told(pick: Pick) -> str:
+    """A pick in a few words: `SGEMM of MKL`."""
+    name = pick.backend or pick.name.partition(": ")[2] or pick.name
+    return f"{name} of {pick.library}" if pick.library else name
+
+
+def _same(left: Pick, right: Pick) -> bool:
+    if left.backend is not None or right.backend is not None:
+        return (left.backend, left.library) == (right.backend, right.library)
+    return (left.name, left.library) == (right.name, right.library)
+
+
+def _here(e: Evidence, number: int) -> tuple[Pick | None, SdpaCall | None]:
+    _, side, op = e.sides[number]
+    picks = side.picks
+    chosen = side.pick(op)
+    if op is not None and chosen is not None and e.origin.story != "region":
+        return chosen, picks.call(op)
+    found = _stretch(side, e.ops_of(number))
+    if isinstance(found, AttentionRegion):
+        return picks.of_region(found), picks.call_of_region(found)
+    if found is not None:
+        return side.pick(found), picks.call(found)
+    return chosen, None if op is None else picks.call(op)
+
+
+def _stretch(side: Side, ops: list[int]) -> int | AttentionRegion | None:
+    """The fused op in a stretch of ops, or the attention that is written out there."""
+    for op in ops:
+        if any(word in side.name(op) for words in FUSED for word in words):
+            return op
+    if not any("softmax" in side.name(op) for op in ops):
+        return None
+    inside = set(ops)
+    return next((r for r in side.attention if inside.intersection(r.ops)), None)
+
+
+# ---- words -------------------------------------------------------------------------------------------
+
+
+def _because(own: Pick, other: Pick) -> str:
+    """What a side ran, and why not what the other one did."""
+    name = _named(own)
+    why = own.refused.get(other.backend or "") or own.refused.get(
+        _named(other).removeprefix("the ")
+    )
+    if why is None and own.backend is None and _is_routine(own) and own.reason:
+        return f"{name} ({own.reason})"
+    if why is None and own.backend is not None and other.backend is not None and own.refused:
+        backend, reason = next(iter(own.refused.items()))
+        why = f"{backend} is refused: {reason}"
+    return name if why is None else f"{name} because {why}"
+
+
+def _named(pick: Pick) -> str:
+    if pick.backend is not None:
+        return pick.backend
+    if _is_routine(pick):
+        return told(pick)
+    if pick.reason is not None and pick.reason.startswith("the fast path"):
+        return pick.reason
+    return f"{pick.library}'s attention" if pick.name.count(".") > 1 else f"{pick.name} of its own"
+
+
+def _is_routine(pick: Pick) -> bool:
+    """Whether it is a routine of a library, named after its op."""
+    return ": " in pick.name
+
+
+def _pin(left: Pick, right: Pick) -> str:
+    both = (left, right)
+    if any(
+        p.backend is None and not _is_routine(p) and "fast path" in (p.reason or "") for p in both
+    ):
+        return _PIN_FAST_PATH
+    if any(p.backend is not None for p in both):
+        return _PIN_ATTENTION
+    return _PIN_ONEDNN if left.library != right.library else _SAME_SIZE
