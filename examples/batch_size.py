@@ -2,9 +2,8 @@
 
 A LLaMA-style decoder gives other outputs for the same sample when it is computed with others, and
 the maintainers suspected that attention takes another backend. The traces of two runs say which
-kernels ran and why, and their records of single samples (`batch=`) say at which op sample 0 differs
-first, by how much, and how much rounding explains there. `diff-trace --samples` will say that by itself
-in a later version; here a few lines of the reading API do.
+kernels ran and why. They were recorded with `batch=`, so `diff-trace --samples` says at which op sample 0
+differs first, by how much, and whether rounding explains it.
 
     python examples/batch_size.py
     python examples/batch_size.py --layers 12 --width 4096 --heads 8    # the report's model; 10 GB
@@ -22,10 +21,6 @@ import torch
 from torch import Tensor, nn
 
 import opdrift
-from opdrift.bounds import OpViews, explained
-from opdrift.compare import difference
-from opdrift.contents import Contents
-from opdrift.samples import OneSample, pair
 
 #: The same samples are drawn whatever the batch, so that sample 0 is always the same.
 MOST = 15
@@ -160,45 +155,8 @@ def story(sizes: Sizes, batch: int, dtype: torch.dtype, keep: Path | None) -> No
         _story.command(folder, "opdrift", "show", "alone.trace", "--kernels")
         _story.command(folder, "opdrift", "show", "batch.trace", "--kernels")
 
-        _story.heading("Sample 0 of one run against sample 0 of the other, op by op")
-        follow_sample(opdrift.load(folder / "alone.trace"), opdrift.load(folder / "batch.trace"))
-
-
-def follow_sample(left: opdrift.Trace, right: opdrift.Trace) -> None:
-    """Print at which op sample 0 differs first, and by how much there and at the end."""
-    if [left.op(i).name for i in range(len(left.ops))] != [
-        right.op(i).name for i in range(len(right.ops))
-    ]:
-        print("the two runs issue other ops, so they are not compared op by op")
-        return
-    sides = OneSample(Contents(left), 0), OneSample(Contents(right), 0)
-    views = OpViews(left)
-    compared = 0
-    differing: list[tuple[int, float]] = []
-    for index in range(len(left.ops)):
-        for a, b in zip(left.op(index).outputs, right.op(index).outputs, strict=True):
-            found = pair(*sides, a, b)
-            if found is None:
-                continue
-            compared += 1
-            if found[0].key != found[1].key:
-                differing.append((index, difference(*found).relative or 0.0))
-    print(f"{compared} outputs of {len(left.ops)} ops hold a record of sample 0 in both runs")
-    if not differing:
-        print("sample 0 is the same in all of them, bit for bit")
-        return
-    index, size = differing[0]
-    op = left.op(index)
-    bound = explained(views[index])
-    print(f"first difference: {op.name} in {op.call.path} ({op.source})")
-    print(f"  relative difference {size:.1e}; rounding explains up to {bound.loose:.1e} there")
-    largest = max(size for _, size in differing)
-    print(f"  {len(differing) - 1} outputs after it differ too, by {largest:.1e} at most")
-    print(
-        "  verdict: rounding, the same arithmetic in another order"
-        if size <= bound.loose
-        else "  verdict: more than rounding explains"
-    )
+        _story.heading("Sample 0 of one run against sample 0 of the other")
+        _story.command(folder, "diff-trace", "alone.trace", "batch.trace", "--samples", "0:0")
 
 
 def main() -> None:

@@ -26,6 +26,8 @@ from batch_models import (
 from torch import Tensor, nn
 
 import opdrift
+from opdrift.errors import IncomparableTracesError
+from opdrift.records import DifferingSamples
 
 Inputs = Sequence[Tensor]
 
@@ -354,3 +356,99 @@ def test_a_sample_in_a_batch(scenario: Scenario, flipped: bool, tmp_path: Path):
     assert found.first.op in scenario.ops
     assert scenario.module is None or found.first.module == scenario.module
     assert found.first.cause.slug in scenario.causes
+
+
+# ---- whole batches ---------------------------------------------------------------------------------------------
+
+
+class Sums(nn.Module):
+    """Two layers over each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(12, 12), nn.Linear(12, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.relu(self.first(x)))
+
+
+@pytest.mark.parametrize("changed", [[2], [0, 4], [0, 1, 2, 3, 4]])
+def test_whole_batches_name_the_samples_that_differ_and_no_others(
+    changed: list[int], tmp_path: Path
+):
+    torch.manual_seed(0)
+    model, x = Sums().eval(), torch.randn(5, 12)
+    y = x.clone()
+    y[changed] += 1
+    left = recorded(tmp_path / "left.trace", model, [x], opdrift.Batch(5))
+    right = recorded(tmp_path / "right.trace", model, [y], opdrift.Batch(5))
+
+    found = opdrift.diff(left, right)
+
+    assert found.samples == DifferingSamples(5, tuple(changed))
+    words = "all 5 samples" if len(changed) == 5 else f"only sample{'s' * (len(changed) > 1)} "
+    assert any(words in note for note in found.notes)
+
+
+def test_equal_batches_name_no_sample(tmp_path: Path):
+    torch.manual_seed(0)
+    model, x = Sums().eval(), torch.randn(5, 12)
+    traces = [
+        recorded(tmp_path / f"{name}.trace", model, [x], opdrift.Batch(5)) for name in ("a", "b")
+    ]
+
+    found = opdrift.diff(*traces)
+
+    assert found.verdict == "identical"
+    assert found.samples is None or found.samples.numbers == ()
+    assert not any("sample" in note for note in found.notes)
+
+
+# ---- what cannot be compared -----------------------------------------------------------------------------------
+
+
+def test_a_sample_out_of_range_is_an_error(tmp_path: Path):
+    model, x = Sums().eval(), torch.randn(3, 12)
+    one = recorded(tmp_path / "one.trace", model, [x[:1]], opdrift.Batch(1))
+    many = recorded(tmp_path / "many.trace", model, [x], opdrift.Batch(3))
+
+    with pytest.raises(IncomparableTracesError, match="there is no sample 3"):
+        opdrift.diff(one, many, samples=(0, 3))
+    with pytest.raises(IncomparableTracesError, match="there is no sample 1"):
+        opdrift.diff(one, many, samples="1:0")
+
+
+class Loss(nn.Module):
+    """The mean square over all samples of what a model gives."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.body(x)
+        return y.square().mean()
+
+
+def losses(tmp_path: Path, body: nn.Module) -> list[opdrift.Trace]:
+    torch.manual_seed(0)
+    x, model = torch.randn(3, 12), Loss(body).eval()
+    return [
+        recorded(tmp_path / f"{len(rows)}.trace", model, [rows], opdrift.Batch(len(rows)))
+        for rows in (x[:1], x)
+    ]
+
+
+def test_a_loss_of_all_samples_is_no_result_of_one(tmp_path: Path):
+    """It differs with the batch and says nothing of a sample; what comes before it does."""
+    found = opdrift.diff(*losses(tmp_path, Mixing("centred by the batch")), samples=(0, 0))
+
+    assert found.first is not None
+    assert (found.first.op, found.first.module) == ("aten.mean.dim", "body")
+    assert any("made of all samples" in note for note in found.notes)
+
+
+def test_nothing_is_said_of_a_sample_without_results(tmp_path: Path):
+    """All that is the sample's own is equal, but no result is: that is no verdict."""
+    with pytest.raises(IncomparableTracesError, match="made of all samples"):
+        opdrift.diff(*losses(tmp_path, nn.ReLU()), samples=(0, 0))

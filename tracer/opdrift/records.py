@@ -403,6 +403,19 @@ class GrowthPoint:
 
 
 @dataclass(frozen=True, slots=True)
+class DifferingSamples:
+    """Which samples differ in the results of two runs of whole batches, recorded with `batch=`.
+
+    Attributes:
+        size: Samples of the batch.
+        numbers: Those of which a part of a result differs, from 0.
+    """
+
+    size: int
+    numbers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Diagnosis:
     """The answer: whether two runs agree, where they come apart first, and why.
 
@@ -411,7 +424,8 @@ class Diagnosis:
     does not count (unused weights that differ, a trace that is incomplete). `exact` is False where the
     records cannot prove that two tensors are equal (logs of other tools): "identical" then says that no
     difference was seen. `final_explained` is the largest difference at the output that rounding grows to in
-    a model of this depth, where rounding is all that was found.
+    a model of this depth, where rounding is all that was found. `samples`
+    says which samples differ where whole batches were compared.
     """
 
     verdict: Verdict
@@ -429,6 +443,7 @@ class Diagnosis:
     notes: tuple[str, ...] = ()
     ranks: Mapping[int, Diagnosis] = field(default_factory=dict)
     exact: bool = True
+    samples: DifferingSamples | None = None
     final_explained: float | None = None
 
     def __str__(self) -> str:

@@ -13,6 +13,7 @@ from opdrift.align import Maps
 from opdrift.align.relation import InParts, in_parts, nothing_in_common
 from opdrift.case import Case, build_case
 from opdrift.causes import Evidence, Shared, causes_of
+from opdrift.diagnose.batches import differing_samples, in_words
 from opdrift.diagnose.divergences import divergence
 from opdrift.diagnose.grouping import by_setting, grouped_leaves
 from opdrift.diagnose.growth import growth_of
@@ -93,6 +94,7 @@ def diagnose(
     divergences = tuple(divergence(case, j.origin, j.size, j.causes[0], final) for j in judged)
     material = next((d for d in divergences if d.material), None)
     reach = reach_of(case, final) if divergences and material is None else None
+    differing = None if samples is not None else differing_samples(left, right, found.sinks)
     return Diagnosis(
         verdict=_verdict(divergences),
         left=summary_of(left),
@@ -116,8 +118,10 @@ def diagnose(
         notes=(
             *_step_of(case, material or (divergences[0] if divergences else None)),
             *((reach.sentence,) if reach is not None else ()),
+            *in_words(differing),
             *notes_of(case, found, samples=samples),
         ),
+        samples=differing,
     )
 
 

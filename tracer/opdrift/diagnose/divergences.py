@@ -77,7 +77,7 @@ def _place(case: Case, origin: Origin) -> tuple[Side, int] | None:
 
 
 def _meta(side: Side, value: int | None) -> str | None:
-    return None if value is None else str(side.trace.meta(value))
+    return None if value is None else str(side.contents.meta(value))
 
 
 def _nonfinite(side: Side, value: int | None) -> int | None:

@@ -42,7 +42,7 @@ def safe(data: Any) -> Any:
 
 
 def diagnosis_object(diagnosis: Diagnosis) -> dict[str, Any]:
-    """The document's data; DESIGN 3.4 names the fields; `exact`, `growth`, `final_explained`, `notes` and `ranks` are ours."""
+    """The document's data; DESIGN 3.4 names the fields; `exact`, `growth`, `final_explained`, `samples`, `notes` and `ranks` are ours."""
     d = diagnosis
     return {
         "schema": DIAGNOSIS_SCHEMA,
@@ -78,6 +78,9 @@ def diagnosis_object(diagnosis: Diagnosis) -> dict[str, Any]:
             for g in d.growth
         ],
         "final_explained": d.final_explained,
+        "samples": None
+        if d.samples is None
+        else {"size": d.samples.size, "differing": list(d.samples.numbers)},
         "notes": list(d.notes),
         "ranks": {str(rank): diagnosis_object(one) for rank, one in sorted(d.ranks.items())},
     }
