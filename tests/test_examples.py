@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import opdrift
+from opdrift.picks import Picks
 from opdrift.records import Diagnosis
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -107,7 +109,7 @@ def test_one_flow_can_be_run_by_itself(tmp_path):
     assert opdrift.load(tmp_path / "mine.trace").complete
 
 
-# ---- the other two -----------------------------------------------------------------------------------
+# ---- minilm_attention.py, batch_size.py -----------------------------------------------------------------------------------
 
 
 def test_fused_and_plain_attention_differ_by_rounding(tmp_path):
@@ -134,6 +136,63 @@ def test_a_batch_of_fifteen_gives_sample_0_the_same_logits_up_to_rounding(tmp_pa
     assert found.verdict in ("identical", "rounding")
     assert found.alignment.paired == 309
     assert "rounding only" in story.printed or "identical" in story.printed
+
+
+# ---- attention_backend.py ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def backends(tmp_path_factory) -> Story:
+    return Story(tmp_path_factory.mktemp("backends"), "attention_backend.py")
+
+
+@pytest.mark.parametrize(
+    ("way", "backend", "why"),
+    [
+        ("plain", "FLASH_ATTENTION", None),
+        ("learned-bias", "MATH", "attn_mask requires grad"),
+        ("dropout", "MATH", "dropout_p is 0.1, above 0"),
+        ("small-values", "MATH", "head sizes differ: 16, 16 and 8 (query, key, value)"),
+        ("bfloat16", "FLASH_ATTENTION", None),
+    ],
+)
+def test_each_way_takes_its_backend_for_its_reason(backends, way, backend, why):
+    """The mask, the dropout and the head sizes move it; the type moves the products' library."""
+    trace = opdrift.load(backends.traces / f"{way}.trace")
+    picks = Picks(trace).among(range(len(trace.ops))).values()
+
+    (attention,) = [p for p in picks if p.backend is not None]
+    assert attention.backend == backend
+    assert dict(attention.refused) == ({} if why is None else {"FLASH_ATTENTION": why})
+    assert why is None or why in " ".join(backends.printed.split())
+    if torch.backends.mkl.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512":
+        products = {p.library for p in picks if p.backend is None}
+        assert products == {"oneDNN" if way == "bfloat16" else "MKL"}
+
+
+def test_the_argument_that_changed_the_backend_is_named(backends):
+    """A learned bias is refused by the fused kernel; the result is the same up to rounding."""
+    found = backends.diff("plain.trace", "learned-bias.trace")
+
+    assert found.verdict == "rounding"
+    assert found.first is not None
+    assert "left ran FLASH_ATTENTION; right ran MATH because attn_mask requires grad" in (
+        found.first.cause.summary
+    )
+    assert any(
+        "what changed the pick: attn_mask" in each and "requires grad" in each
+        for each in found.first.cause.evidence
+    )
+    assert "sdpa_kernel" in found.first.cause.try_
+
+
+def test_dropout_is_the_cause_and_the_other_backend_stands_beside_it(backends):
+    found = backends.diff("plain.trace", "dropout.trace")
+
+    assert found.first is not None
+    assert [c.slug for c in found.causes[:2]] == ["dropout", "kernel"]
+    assert "right ran MATH because dropout_p is 0.1" in found.causes[1].summary
+    assert "what changed the pick: dropout_p: 0 against 0.1" in found.causes[1].evidence
 
 
 def test_nothing_is_left_behind(tmp_path):

@@ -6,7 +6,7 @@ from opdrift.case import Side
 from opdrift.causes.evidence import Evidence, cause, number, op_names, scope, some
 from opdrift.causes.likeness import likeness
 from opdrift.causes.nondeterministic import NONDETERMINISTIC
-from opdrift.causes.picked import FUSED, choices, kernel_picks, told
+from opdrift.causes.picked import FUSED, PADDED, PIN_FAST_PATH, choices, kernel_picks, told
 from opdrift.origins.kinds import draws
 from opdrift.records import COMPILED, Cause
 from opdrift.sizes import threads
@@ -160,15 +160,10 @@ def kernel(e: Evidence) -> Cause | None:
     return cause(
         "kernel",
         "certain",
-        f"in {where} {which}, and the result differs by more than rounding",
+        f"{which}, in {where}; the result differs by more than rounding",
         evidence,
-        (
-            ran.pin
-            if ran
-            else "Force one path on both sides: torch.backends.mha.set_fastpath_enabled(False)"
-        )
-        + "; then compare again. Padded rows are zeros on the fast path of nn.TransformerEncoder: compare valid"
-        " positions only.",
+        f"{ran.pin if ran else PIN_FAST_PATH}; then compare again."
+        + (PADDED if fused and "scaled_dot_product" not in fused[0][1].name(fused[0][2]) else ""),
     )
 
 

@@ -15,8 +15,12 @@ FUSED: Final = (
     ("_transformer_encoder_layer_fwd", "_native_multi_head_attention"),
     ("scaled_dot_product", "flash_attention", "efficient_attention", "cudnn_attention"),
 )
-_PIN_ATTENTION: Final = "Pin the backend on both sides: with torch.nn.attention.sdpa_kernel(SDPBackend.MATH): ..., which every call can run"
-_PIN_FAST_PATH: Final = "Pin the path on both sides: torch.backends.mha.set_fastpath_enabled(False)"
+_PIN_ATTENTION: Final = (
+    "Pin the backend on both sides, to one that every call can run: with"
+    " torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH): ..."
+)
+PIN_FAST_PATH: Final = "Pin the path on both sides: torch.backends.mha.set_fastpath_enabled(False)"
+PADDED: Final = " Padded rows are zeros on the fast path of nn.TransformerEncoder: compare valid positions only."
 _PIN_ONEDNN: Final = "Pin the library on both sides: torch.backends.mkldnn.flags(enabled=False), or the same batch size and dtype"
 _SAME_SIZE: Final = (
     "Run both sides with the same batch size: which routine multiplies follows from the sizes"
@@ -141,7 +145,7 @@ def _pin(left: Pick, right: Pick) -> str:
     if any(
         p.backend is None and not _is_routine(p) and "fast path" in (p.reason or "") for p in both
     ):
-        return _PIN_FAST_PATH
+        return PIN_FAST_PATH
     if any(p.backend is not None for p in both):
         return _PIN_ATTENTION
     return _PIN_ONEDNN if left.library != right.library else _SAME_SIZE
