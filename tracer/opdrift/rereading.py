@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 #: Share of the run's time that re-reading may take under integrity="auto", and a first grant.
 RECHECK_SHARE: Final = 0.015
-RECHECK_GRANT_NS: Final = 500_000
+RECHECK_GRANT_NS: Final = 750_000
+#: To look at a leaf and find that it has had its turn takes so long (measured in a loop of tiny ops).
+_LOOK_NS: Final = 1_000
 #: After so many uses of leaves that have had their turn, another round begins.
 _ROUND: Final = 256
 #: At least so many bytes a device reads in a nanosecond when it fingerprints them (decision 7): its time counts, too.
@@ -110,6 +112,7 @@ class Rereading:
         if leaf is None or state.special is not None:
             return entry
         if not self._always and not self._has_turn(leaf):
+            self._spend(_LOOK_NS)
             return entry
         started = now()
         if not self._always and self._values.is_elsewhere(tensor):
@@ -117,10 +120,14 @@ class Rereading:
             self._spent += tensor.nbytes // _DEVICE_BYTES_PER_NS
         elif self.is_unchanged(tensor, leaf) is False:
             entry = self._changed(t, tensor, state, leaf)
-        self._spent += now() - started
+        self._spend(now() - started)
+        return entry
+
+    def _spend(self, nanoseconds: int) -> None:
+        """Take time off the budget; once the first grant is used up the gate closes until there is more."""
+        self._spent += nanoseconds
         if not self._always and self._spent > RECHECK_GRANT_NS:
             self.gate = self.opened + int((self._spent - RECHECK_GRANT_NS) / RECHECK_SHARE)
-        return entry
 
     def _has_turn(self, leaf: Leaf) -> bool:
         """Whether a leaf may be read again now; a round ends when those in use have had their turn."""
