@@ -203,6 +203,8 @@ def layouts() -> Iterator[tuple[str, Tensor]]:
     yield "sub-byte", torch.arange(64, dtype=torch.uint8).view(torch.uint4)
     yield "bits", torch.arange(64, dtype=torch.uint8).view(torch.bits16)
     yield "all NaN", torch.full((5000,), math.nan)
+    # bytes of 0 are no zeros in this format, and beyond the end of a tensor there are such bytes
+    yield "smallest scales", torch.zeros(33, dtype=torch.uint8).view(torch.float8_e8m0fnu)
 
 
 def moved(check: Check, name: str, tensor: Tensor) -> Tensor:
