@@ -656,6 +656,61 @@ def test_a_fused_path_on_one_side_is_the_kernel():
     assert says(found, "_transformer_encoder_layer_fwd", "right run takes a fused path")
 
 
+MKL = {"flags": {"mkldnn.enabled": True}, "versions": {"mkl": "2024.2"}}
+
+
+def multiplied(rows: int, *, change: str = "") -> Run:
+    """One product; the left operand is cut to some of its rows, as a smaller batch is."""
+
+    def inner(build: Builder) -> int:
+        x = build.op("sin", build.leaf("x", kind="input", shape=(30, 64)), shape=(30, 64))
+        few = build.op("slice", x, shape=(rows, 64))
+        other = build.op("t", build.leaf("w", shape=(64, 64)), shape=(64, 64))
+        return build.op("mm", few, other, shape=(rows, 64), change=change)  # type: ignore[arg-type]
+
+    return inner
+
+
+def test_a_product_that_differs_by_rounding_names_its_routine():
+    """One routine on both sides, and sizes are not spoken of where they are the same."""
+    found = cause(run(multiplied(4), **MKL), run(multiplied(4, change="~"), **MKL))
+
+    assert found.slug == "rounding"
+    assert says(found, "kernel: SGEMM of MKL in both")
+    assert not says(found, "sizes (m, n, k)")
+
+
+def folded(*, batched: bool) -> Run:
+    """The same product as one of all rows, and as a batch of products."""
+
+    def inner(build: Builder) -> int:
+        x = build.op("sin", build.leaf("x", kind="input", shape=(15, 8, 64)), shape=(15, 8, 64))
+        w = build.leaf("w", shape=(64, 64))
+        with build.scope("fc", type="Linear"):
+            if batched:
+                wide = build.op("expand", w, shape=(15, 64, 64))
+                out = build.op("bmm", x, wide, shape=(15, 8, 64), content=draw("out", (15, 8, 64)))
+            else:
+                flat = build.op("view", x, shape=(120, 64))
+                near = draw("out", (120, 64)) * np.float32(1 + 2**-22)
+                out = build.op("mm", flat, w, shape=(120, 64), content=near)
+                out = build.op("_unsafe_view", out, shape=(15, 8, 64))
+        return build.op("cos", out)
+
+    return inner
+
+
+def test_a_product_in_batches_and_in_one_is_two_routines_of_a_library():
+    """SGEMM against SGEMM_BATCH: explained, with the sizes that choose, and no difference in structure."""
+    diagnosis = diff(run(folded(batched=False), **MKL), run(folded(batched=True), **MKL))
+
+    assert (diagnosis.verdict, diagnosis.first.cause.slug) == ("rounding", "rounding")
+    assert (
+        "left ran SGEMM of MKL (float32 goes to BLAS); right ran SGEMM_BATCH of MKL"
+        " (float32 goes to BLAS, batch 15 > 1)"
+    ) in diagnosis.first.cause.summary
+
+
 def test_compiled_code_that_draws_otherwise_is_called_so():
     """One run draws in the graph, the other op by op."""
 
@@ -810,6 +865,30 @@ def test_a_precision_flag_explains_what_rounding_does_not():
 
     assert found.slug == "flags"
     assert says(found, "fp32_precision.mkldnn.matmul: ieee against bf16")
+
+
+def scaled(factor: float) -> Run:
+    """That product, apart from another's by a factor an element that narrowed factors explain."""
+    noise = 1 + factor * draw("noise", (4, 4)).astype("f8")
+    result = (draw("product", (4, 4)) * noise).astype("<f4")
+    return lambda b: b.op(
+        "mm",
+        b.op("sin", b.leaf("x", kind="input")),
+        b.op("cos", b.leaf("y", kind="input")),
+        content=result,
+    )
+
+
+def test_narrowed_factors_on_one_side_only_are_a_setting_and_no_rounding():
+    """bfloat16 factors explain 1e-3: where both runs allow them it is rounding, where one does the flag is the cause."""
+    bf16, ieee = ({"fp32_precision.mkldnn.matmul": value} for value in ("bf16", "ieee"))
+    both = diff(run(scaled(0), flags=bf16), run(scaled(1e-3), flags=bf16))
+    one = diff(run(scaled(0), flags=ieee), run(scaled(1e-3), flags=bf16))
+
+    assert both.first is not None
+    assert one.first is not None
+    assert (both.verdict, both.first.cause.slug) == ("rounding", "rounding")
+    assert (one.verdict, one.first.cause.slug) == ("diverged", "flags")
 
 
 @pytest.mark.parametrize("flag", ["fp32_precision.cuda.matmul", "sdp.flash", "grad_mode"])

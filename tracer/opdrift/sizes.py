@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from opdrift.bounds import Bound, explained
+from opdrift.bounds import Bound, explained, precision_of
 from opdrift.case import Case, Side
 from opdrift.compare import Difference, difference
 from opdrift.origins.kinds import draws
@@ -161,13 +161,21 @@ def _op_size(case: Case, origin: Origin, found: Difference | None) -> Size:
 
 
 def _bound(case: Case, origin: Origin) -> Bound | None:
-    """The wider of both sides' bounds."""
+    """The wider of both sides' bounds; the narrower where only one may round the factors of its products.
+
+    That is a setting, TF32 or bfloat16 on one side only, and no rounding.
+    """
     bounds = []
     for side, op in ((case.left, origin.op.left), (case.right, origin.op.right)):
         if op is not None and len(side.trace.ops.outputs[op]):
             slot = min(origin.slot or 0, len(side.trace.ops.outputs[op]) - 1)
-            bounds.append(explained(side.views[op], slot if origin.story != "factory" else 0))
-    return max(bounds, key=lambda b: b.loose) if bounds else None
+            slot = slot if origin.story != "factory" else 0
+            view = side.views[op]
+            bounds.append((explained(view, slot), precision_of(view, slot)))
+    if not bounds:
+        return None
+    alike = len({precision for _, precision in bounds}) == 1
+    return (max if alike else min)((bound for bound, _ in bounds), key=lambda b: b.loose)
 
 
 def _whole_numbers(side: Side, value: int | None) -> bool:
