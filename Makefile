@@ -7,7 +7,7 @@ PIP = $(BIN)/python -m pip install --quiet
 READY = $(VENV)/.opdrift
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check golden bench gallery examples
+.PHONY: help install demo test check golden quality bench gallery examples
 
 help: ## Say what can be done
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,6 +37,9 @@ check: install ## Lint, check the format and the types
 
 golden: install ## Accept what the reports say now as the expectation (read the diff before you commit)
 	$(BIN)/python -m pytest -q --update-golden tests
+
+quality: install ## Plant every fault at every op of six small models, and count what is found (ten minutes and more)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --all-plants tests/quality/test_planted_faults.py
 
 bench: install ## Measure the overhead of recording, beside torch's DebugMode
 	$(BIN)/python benchmarks/overhead.py

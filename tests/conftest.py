@@ -69,6 +69,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="write what the tests got as the new expectation",
     )
+    parser.addoption(
+        "--all-plants",
+        action="store_true",
+        help="plant every fault at every op (tests/quality), not a subset",
+    )
 
 
 @pytest.fixture

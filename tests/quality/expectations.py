@@ -9,8 +9,8 @@
 | dropped mask | the op that hides | `mask` |
 | dtype cast | the cast, or the op that reads what was cast | `dtype`, with the type |
 | extra op | that op, or the op that reads its result | `structure` |
-| in-place write | the op that writes | `inplace`; into a parameter `weights` is as true |
-| hidden write | the first op that reads it | `race`; of a leaf with its name |
+| in-place write | the op that writes | `inplace`; into a parameter `weights` is as true, and after the backward `structure`: one more write there is one more step |
+| hidden write | the first op whose result it changes | `race`; of a leaf with its name |
 | rng offset | the op that draws | `rng` |
 """
 
@@ -80,6 +80,9 @@ _EXACT: Final = frozenset(
     ]
 )
 
+#: Moments at which a value is seen that the run leaves behind.
+_RESULTS: Final = frozenset({"return", "exit"})
+
 
 @dataclass(frozen=True)
 class Expectation:
@@ -135,13 +138,40 @@ class Sound:
                 self._readers.setdefault(value, []).append(op)
 
     @cached_property
-    def last_read(self) -> dict[int, int]:
-        """The last op that reads each storage."""
-        found = {}
-        for value, ops in self._readers.items():
-            storage = int(self.trace.values.storage[value])
-            found[storage] = max(ops[-1], found.get(storage, -1))
+    def _live(self) -> set[int]:
+        """Ops with a part in a result: what they write is read by such an op, or left at the end."""
+        storage, ops = self.trace.values.storage, self.trace.ops
+        needed = {int(storage[leaf.value]) for leaf in self.trace.leaves if leaf.when in _RESULTS}
+        found = set()
+        for op in range(len(ops) - 1, -1, -1):
+            if needed.intersection(storage[ops.outputs[op]].tolist()):
+                found.add(op)
+                needed.update(storage[ops.inputs[op]].tolist())
         return found
+
+    def affected(self, op: int, planted: Trace) -> int:
+        """The first op that reads what an op reads, gives another result for it, and has a part in a result.
+
+        Some ops take a tensor for its shape alone, and some results are never used. Where nothing that is read has
+        an effect, what was written is a result itself: the op that was to read it next.
+        """
+        ops, storage = self.trace.ops, self.trace.values.storage
+        touched = {
+            int(storage[a])
+            for a, b in zip(ops.inputs[op].tolist(), planted.ops.inputs[op].tolist(), strict=True)
+            if _key(self.trace, a) != _key(planted, b)
+        } or set(storage[ops.inputs[op]].tolist())
+        for later in range(op, len(ops)):
+            if later not in self._live or not touched.intersection(
+                storage[ops.inputs[later]].tolist()
+            ):
+                continue
+            pairs = zip(
+                ops.outputs[later].tolist(), planted.ops.outputs[later].tolist(), strict=True
+            )
+            if any(_key(self.trace, a) != _key(planted, b) for a, b in pairs):
+                return later
+        return op
 
     def reader(self, op: int) -> int:
         """The first op that computes with what an op returned, itself or a view of it; the op itself if none does."""
@@ -154,6 +184,11 @@ class Sound:
                 return later
             reached.update(self.trace.ops.outputs[later].tolist())
         return op
+
+    def steps(self, op: int) -> bool:
+        """Whether an op is outside modules, after a backward: where an optimizer steps."""
+        trained = bool((self.trace.ops.phase[:op] == 1).any())
+        return trained and self.trace.op(op).call.id == 0 and self.trace.op(op).phase == "forward"
 
     def is_view(self, op: int) -> bool:
         """Whether an op returns a part of what it is given."""
@@ -171,7 +206,13 @@ class Sound:
         return name not in _EXACT or (name in ("add", "sub") and given.get("alpha", 1) != 1)
 
 
-def expected(plant: Plant, sound: Sound) -> Expectation:
+def _key(trace: Trace, value: int) -> tuple[int, int, int] | None:
+    """What a value's content is known by; None where it was not fingerprinted."""
+    found = trace.fingerprint(value)
+    return None if found is None else found.key
+
+
+def expected(plant: Plant, sound: Sound, planted: Trace) -> Expectation:
     """What is to be said of a plant."""
     op = plant.op + 1
     same = frozenset({Sides(op, op)})
@@ -205,9 +246,14 @@ def expected(plant: Plant, sound: Sound) -> Expectation:
             return Expectation(places, frozenset({"structure"}))
         case "in-place write":
             right = {"inplace", "weights"} if plant.told[1:] else {"inplace"}
+            if plant.told[1:] and sound.steps(plant.op):
+                right.add("structure")
             return Expectation(frozenset({Sides(None, op + 1)}), frozenset(right))
         case "hidden write":
-            return Expectation(same, frozenset({"race"}), words=plant.told[1:])
+            read = sound.affected(plant.op, planted) + 1
+            return Expectation(
+                frozenset({Sides(read, read)}), frozenset({"race"}), words=plant.told[1:]
+            )
         case "rng offset":
             later = op + 1 if plant.detail == "seen" else op
             return Expectation(frozenset({Sides(op, later)}), frozenset({"rng"}))

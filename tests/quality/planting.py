@@ -63,9 +63,9 @@ class Garden:
         self.plain = self.record(None)
         self.sound = Sound(self.plain.trace)
 
-    def record(self, plant: Plant | None) -> Run:
+    def record(self, plant: Plant | None, *, name: str = "sound") -> Run:
         """A run from the same state, with a fault or without."""
-        path = self._folder / ("sound" if plant is None else "planted")
+        path = self._folder / (name if plant is None else "planted")
         work = self._make()
         mode = Planting(plant, dict(work.model.named_parameters()))
         below = plant is not None and FAULTS[plant.fault].below
@@ -109,7 +109,7 @@ class Garden:
                 )
             return found
         tally.planted[plant.fault] += 1
-        wrong = expected(plant, self.sound).missed_by(found)
+        wrong = expected(plant, self.sound, run.trace).missed_by(found)
         tally.placed[plant.fault] += wrong is None or not wrong.startswith(("place", "nothing"))
         tally.found[plant.fault] += wrong is None
         if wrong is not None:
@@ -128,3 +128,23 @@ def every(plants: Sequence[Plant], step: int) -> Iterator[Plant]:
         if seen[plant.fault] % step == 0:
             yield plant
         seen[plant.fault] += 1
+
+
+def summary(model: str, tally: Tally) -> str:
+    """The figures of one model: a row a kind, and every miss."""
+    lines = [f"\n{model}: planted, found at the op, with the cause; no effect, raised"]
+    for fault in FAULTS:
+        counts = [
+            c[fault] for c in (tally.planted, tally.placed, tally.found, tally.silent, tally.raised)
+        ]
+        if any(counts):
+            lines.append(
+                f"  {fault:16s} {counts[0]:5d} {counts[1]:5d} {counts[2]:5d}; {counts[3]:4d} {counts[4]:4d}"
+            )
+    total = [
+        c.total() for c in (tally.planted, tally.placed, tally.found, tally.silent, tally.raised)
+    ]
+    lines.append(
+        f"  {'all':16s} {total[0]:5d} {total[1]:5d} {total[2]:5d}; {total[3]:4d} {total[4]:4d}"
+    )
+    return "\n".join([*lines, *(f"  miss: {miss}" for miss in tally.misses)])

@@ -588,6 +588,7 @@ def test_every_family_is_measured_or_says_that_it_is_not() -> None:
     measured = {f.name for f in FAMILIES if f.ops & ops or f.exact}
     elsewhere = {
         "norm backward": "gradients below",
+        "rnn backward": "test_bounds_rnn.py",
         "fused multiply-add": "elementwise, as addition with alpha; linspace alone is not measured",
         "square root": "one operation: equal to the bit in float32, one unit in float16 (below)",
         "linear algebra": "unbounded: the record does not hold the conditioning",

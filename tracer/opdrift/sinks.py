@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,6 +42,7 @@ def find_sinks(compared: Compared, left: LeafTable, right: LeafTable) -> list[Si
     known = {(s.left, s.right) for s in found}
     alive = _alive(compared, left, right, only_one=not found)
     found += [s for s in alive if (s.left, s.right) not in known]
+    found += _written_since(compared, left, right, found)
     found += _steering(compared)
     if not found:
         found = _unread(compared)
@@ -294,6 +295,33 @@ def _alive(compared: Compared, left: LeafTable, right: LeafTable, *, only_one: b
             if op >= 0
         ]
     return found
+
+
+def _written_since(
+    compared: Compared, left: LeafTable, right: LeafTable, found: Sequence[Sink]
+) -> list[Sink]:
+    """What modules returned alike in both runs, and one run alone wrote into afterwards and kept."""
+    kept = [
+        {int(c.trace.values.storage[leaf.value]): leaf.value for leaf in table.alive}
+        for c, table in ((compared.left, left), (compared.right, right))
+    ]
+    since = []
+    for sink in found:
+        if sink.kind != "output" or sink.differs or sink.left is None or sink.right is None:
+            continue
+        a = _later(compared.left, sink.left, kept[0])
+        b = _later(compared.right, sink.right, kept[1])
+        if (a is None) != (b is None):
+            values = sink.left if a is None else a, sink.right if b is None else b
+            since.append(Sink(sink.name, "output", *values, differs=True))
+    return since
+
+
+def _later(contents: Contents, value: int, kept: Mapping[int, int]) -> int | None:
+    """What a storage holds at the end, if it was written since it held a value; None if not, or if it is gone."""
+    columns = contents.trace.values
+    last = kept.get(int(columns.storage[value]))
+    return last if last is not None and columns.write[last] > columns.write[value] else None
 
 
 def _made(contents: Contents, value: int) -> tuple[int, int]:

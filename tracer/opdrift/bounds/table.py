@@ -153,6 +153,7 @@ FAMILIES: Final = (
         g.sum_gain,
     ),
     Family("rnn", _ops("lstm gru rnn_tanh rnn_relu _cudnn_rnn miopen_rnn mkldnn_rnn_layer"), f.rnn_order, constant(2), cap=12),
+    Family("rnn backward", _ops("mkldnn_rnn_layer_backward _cudnn_rnn_backward miopen_rnn_backward"), f.rnn_backward_order, constant(2), cap=12),
     Family("exp", _ops("exp exp2 expm1 sin cos tan sinh cosh pow softplus special_expit logit xlogy"), f.periodic_order, gain=g.periodic_gain),
     Family(
         "gelu",

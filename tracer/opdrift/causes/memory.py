@@ -244,9 +244,12 @@ def _written(e: Evidence) -> Cause | None:
 
 
 def is_optimised(e: Evidence, leaf: Leaf | None) -> bool:
-    """Whether a leaf is a parameter of a run that trains: an optimizer means to write into it."""
-    trains = e.shared.trains.left or e.shared.trains.right
-    return leaf is not None and leaf.kind == "parameter" and trains
+    """Whether a leaf is a parameter of a run that trains, written where optimizers write: outside modules and backward."""
+    trains, found = e.shared.trains.left or e.shared.trains.right, e.any_op
+    if leaf is None or leaf.kind != "parameter" or not trains or found is None:
+        return False
+    writer = found[1].op(found[2])
+    return writer.phase == "forward" and writer.call.id == 0
 
 
 def _is_part_of_more(e: Evidence, number_: int, writer: int) -> bool:

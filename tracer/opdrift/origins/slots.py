@@ -95,7 +95,22 @@ class SlotJudge:
         shared = {leaf.name for leaf in rows[0] if leaf.name} & {leaf.name for leaf in rows[1]}
         if shared and best.left is not None and best.left.name not in shared:
             best = _named(rows, sorted(shared)[0])
-        return self._origin("hidden-write", "hidden-write", left, right, seen, leaf=best)
+        at = self._where_changed(rows) if seen.row < 0 else None
+        return self._origin("hidden-write", "hidden-write", left, right, seen, leaf=best, op=at)
+
+    def _where_changed(self, rows: tuple[list[Leaf], list[Leaf]]) -> Sides[int | None] | None:
+        """The op at whose reading a change was noticed, with its counterpart; None if it was at the end of the run."""
+        pairing = self._case.pairing
+        for side, leaves, partner in (
+            (self._case.left, rows[0], pairing.right_of),
+            (self._case.right, rows[1], pairing.left_of),
+        ):
+            for leaf in leaves:
+                op = side.trace.index_of(leaf.seq + 1) if leaf.when == "changed" else None
+                if op is not None:
+                    other = int(partner[op]) if partner[op] >= 0 else None
+                    return Sides(op, other) if side is self._case.left else Sides(other, op)
+        return None
 
     def _between_leaves(self, left: int, right: int, seen: _Seen) -> Origin | None:
         """Both values are leaves, or parts of leaves."""
