@@ -186,7 +186,7 @@ def test_modules_are_right_below_python_calls(tmp_path: Path):
 def test_arguments_are_read_as_torch_writes_them(
     written: str, found: list[str], others: dict[str, str]
 ):
-    assert tensors(written) == found
+    assert list(tensors(written)) == found
     assert settings(written) == others
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -205,7 +205,7 @@ def _value(data: Any) -> Any:
     raise ValueError(f"{kind!r} is no kind of value in version {VERSION}")
 
 
-def _tensors(texts: list[str], hashes: Any) -> tuple[LoggedTensor, ...]:
+def _tensors(texts: Sequence[str], hashes: Any) -> tuple[LoggedTensor, ...]:
     """Tensors with their hashes: the log holds them apart, in the same order."""
     flat = list(_hashes(hashes))
     if not flat:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from types import MappingProxyType
 from typing import Final
 
 #: torch's short names of dtypes (torch/utils/_dtype_abbrs.py); a name that is not here is kept as it is.
@@ -20,14 +22,17 @@ _TENSOR: Final = re.compile(
     r"""['"]?\b(?:d|f)?t(?:\$\d+)?:\ (?P<dtype>\w+)\[(?P<shape>[^\]]*)\](?:\{[^}]*\})?(?P<placement>\|\ [A-Z()\[\]0-9a-z]+)?['"]?""",
     re.VERBOSE,
 )
+#: Texts of arguments that are kept: a model calls the same ops with the same shapes again and again.
+_REMEMBERED: Final = 20_000
 _ADDRESS: Final = re.compile(r"\bat 0x[0-9a-fA-F]+")
 _KEYWORD: Final = re.compile(r"([A-Za-z_]\w*)=(?!=)(.*)", re.DOTALL)
 _OPEN, _CLOSE = "([{<", ")]}>"
 
 
-def tensors(text: str) -> list[str]:
+@lru_cache(_REMEMBERED)
+def tensors(text: str) -> tuple[str, ...]:
     """The tensors in a text of arguments, as opdrift writes them: `float32[8, 16]`."""
-    return [_name(match) for match in _TENSOR.finditer(text)]
+    return tuple(_name(match) for match in _TENSOR.finditer(text))
 
 
 def _name(match: re.Match[str]) -> str:
@@ -36,7 +41,8 @@ def _name(match: re.Match[str]) -> str:
     return f"{dtype}[{match['shape']}]" + (f" {placed}" if placed else "")
 
 
-def settings(text: str) -> dict[str, str]:
+@lru_cache(_REMEMBERED)
+def settings(text: str) -> Mapping[str, str]:
     """The arguments that hold no tensor, by keyword or as "argument 3", counted from 0."""
     found = {}
     for position, part in enumerate(_parts(text)):
@@ -44,7 +50,7 @@ def settings(text: str) -> dict[str, str]:
         name, value = (keyword[1], keyword[2]) if keyword else (f"argument {position}", part)
         if not _TENSOR.search(value):
             found[name] = _ADDRESS.sub("at 0x...", value)
-    return found
+    return MappingProxyType(found)
 
 
 def _parts(text: str) -> Iterator[str]:
