@@ -6,7 +6,15 @@ from opdrift.case import Side
 from opdrift.causes.evidence import Evidence, cause, number, op_names, scope, some
 from opdrift.causes.likeness import likeness
 from opdrift.causes.nondeterministic import NONDETERMINISTIC
-from opdrift.causes.picked import FUSED, PADDED, PIN_FAST_PATH, choices, kernel_picks, told
+from opdrift.causes.picked import (
+    FUSED,
+    PADDED,
+    PIN_FAST_PATH,
+    choices,
+    kernel_picks,
+    other_sizes,
+    told,
+)
 from opdrift.origins.kinds import draws
 from opdrift.records import COMPILED, Cause
 from opdrift.sizes import threads
@@ -63,6 +71,7 @@ def rounding(e: Evidence) -> Cause | None:
         evidence += ran.evidence
     elif picks.left is not None and picks.right is not None:
         evidence.append(f"kernel: {told(picks.left)} in both")
+    evidence.append(other_sizes(e))
     a, b = threads(e.case.left), threads(e.case.right)
     if a != b:
         evidence.append(f"num_threads: {a} against {b}, so sums are split differently")

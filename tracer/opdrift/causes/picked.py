@@ -71,6 +71,22 @@ def choices(e: Evidence) -> Choices | None:
     )
 
 
+def other_sizes(e: Evidence) -> str:
+    """What is said of a product that has other sizes on each side; empty for other ops."""
+    op = e.origin.op
+    if op.left is None or op.right is None:
+        return ""
+    left, right = e.case.left.picks.sizes(op.left), e.case.right.picks.sizes(op.right)
+    if left is None or right is None or left == right:
+        return ""
+    words = "batch, m, n, k" if len(left) == len(right) == 4 else "m, n, k"
+    shown = [", ".join(map(str, sizes)) for sizes in (left, right)]
+    return (
+        f"sizes ({words}): {shown[0]} against {shown[1]}; a routine of the same name may add in another order"
+        " where the sizes differ"
+    )
+
+
 def told(pick: Pick) -> str:
     """A pick in a few words: `SGEMM of MKL`."""
     name = pick.backend or pick.name.partition(": ")[2] or pick.name
@@ -94,6 +110,9 @@ def _here(e: Evidence, number: int) -> tuple[Pick | None, SdpaCall | None]:
         return picks.of_region(found), picks.call_of_region(found)
     if found is not None:
         return side.pick(found), picks.call(found)
+    if chosen is None:
+        products = [i for i in e.ops_of(number) if picks.sizes(i) is not None]
+        chosen = side.pick(products[0]) if len(products) == 1 else None
     return chosen, None if op is None else picks.call(op)
 
 

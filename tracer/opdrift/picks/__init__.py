@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Final
 
 from opdrift.picks.attention import AttentionRegion, attention_regions
-from opdrift.picks.cpu import routine
+from opdrift.picks.cpu import product_sizes, routine
 from opdrift.picks.fastpath import FUSED, FastPaths
 from opdrift.picks.names import named
 from opdrift.picks.sdpa_calls import SdpaCall, SdpaCalls, decisive
@@ -86,6 +86,10 @@ class Picks:
     def call_of_region(self, region: AttentionRegion) -> SdpaCall | None:
         """The facts of a call of SDPA that ran as torch's math path."""
         return None if region.backend is None else self._calls.of_region(region)
+
+    def sizes(self, index: int) -> tuple[int, ...] | None:
+        """(m, n, k) of a product, (batch, m, n, k) of several; None for other ops."""
+        return product_sizes(self._trace, index)
 
     def _whole(self, index: int, name: str) -> Pick | None:
         """SDPA as one op: which backend is inside follows from the rules."""

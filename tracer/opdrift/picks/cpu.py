@@ -21,6 +21,7 @@ from opdrift.tracefile.reader import Trace
 _ONEDNN_ABOVE: Final = 16 * 16 * 16
 #: bmm: products smaller than this are torch's own loop.
 _OWN_LOOP_BELOW: Final = 400
+_PRODUCTS: Final = ("mm", "addmm", "bmm", "baddbmm")
 _PREFIX: Final = {"float32": "S", "float64": "D", "complex64": "C", "complex128": "Z"}
 #: BLAS has two dot products of complex numbers; one conjugates.
 _DOT: Final = {"float32": "SDOT", "float64": "DDOT", "complex64": "CDOTU", "complex128": "ZDOTU"}
@@ -42,6 +43,18 @@ def routine(trace: Trace, op_index: int, settings: Settings) -> Pick | None:
         return None
     arguments = {**op.signature.op.defaults, **dict(op.signature.arguments)}
     return rule(op, metas, arguments, settings.before(op.seq))
+
+
+def product_sizes(trace: Trace, op_index: int) -> tuple[int, ...] | None:
+    """(m, n, k) of a product of matrices, (batch, m, n, k) of several; None for other ops."""
+    name = base_name(trace.op_info(int(trace.ops.signature[op_index])).name)
+    if name not in _PRODUCTS:
+        return None
+    metas = [trace.meta(v) for v in trace.op(op_index).inputs]
+    left, right = (m.shape for m in metas[-2:]) if len(metas) > 1 else ((), ())
+    if not 2 <= len(left) == len(right) <= 3:
+        return None
+    return (*left[:-1], right[-1], left[-1])
 
 
 # ---- products --------------------------------------------------------------------------------------------
@@ -234,7 +247,7 @@ def _contiguous(meta: TensorMeta) -> bool:
 
 
 _RULES: Final[dict[str, _Rule]] = {
-    **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm"), _matrices),
+    **dict.fromkeys(_PRODUCTS, _matrices),
     **dict.fromkeys(("mv", "addmv"), _vector),
     **dict.fromkeys(("dot", "vdot"), _dot),
     **dict.fromkeys(("convolution", "conv1d", "conv2d", "conv3d"), convolution),
