@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import math
 import random
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,9 +19,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (as torch writes it)
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.checkpoint import checkpoint
 
 import opdrift
 from opdrift.picks import AttentionRegion, Picks, attention_regions
+from opdrift.records import Pick
 from opdrift.testing import Builder
 from opdrift.tracefile.reader import Trace
 
@@ -288,6 +294,158 @@ def test_wherever_torch_chooses_math_a_reason_is_found(tmp_path: Path) -> None:
             flash += 1
             assert "_scaled_dot_product_flash_attention_for_cpu" in names(trace, ops)
     assert 15 < flash < 105
+
+
+# ---- wherever SDPA is called ------------------------------------------------------------------------------
+
+
+def attention_picks(path: Path, call: Callable[[], object]) -> list[tuple[str, Pick]]:
+    """(phase, pick) of each attention of a call."""
+    with opdrift.record(path, kernels="off", integrity="off"):
+        call()
+    trace = opdrift.load(path)
+    assert trace.footer is not None
+    assert trace.footer.failures == ()
+    found = Picks(trace).among(range(len(trace.ops)))
+    return [(trace.op(i).phase, p) for i, p in found.items() if p.backend or "attention" in p.name]
+
+
+def test_the_backward_pass_and_what_checkpoints_compute_again_are_told(tmp_path: Path) -> None:
+    """The op of the backward is the backend's; what runs again is a call of its own."""
+    q = torch.randn(2, 4, 6, 8, requires_grad=True)
+
+    def run() -> None:
+        def attend(x: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(x, x, x)
+
+        checkpoint(attend, q, use_reentrant=False).sum().backward()
+
+    found = attention_picks(tmp_path / "t", run)
+    assert [(phase, pick.backend, pick.reason) for phase, pick in found] == [
+        ("forward", "FLASH_ATTENTION", "torch tries it first, and it takes the call"),
+        ("backward", "FLASH_ATTENTION", "torch tries it first, and it takes the call"),
+        ("backward", "FLASH_ATTENTION", "backward of the backend that ran forward"),
+    ]
+
+
+def test_under_inference_mode_the_rules_tell_the_backend(tmp_path: Path) -> None:
+    """There the dispatcher hands SDPA on whole; the op alone would not tell."""
+    q = torch.randn(2, 4, 6, 8)
+    mask = torch.zeros(6, 6, requires_grad=True)
+
+    @torch.inference_mode()
+    def run() -> None:
+        F.scaled_dot_product_attention(q, q, q)
+        F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+        with sdpa_kernel(SDPBackend.MATH):
+            F.scaled_dot_product_attention(q, q, q)
+
+    found = [pick for _, pick in attention_picks(tmp_path / "t", run)]
+    assert [(p.backend, dict(p.refused), p.source) for p in found] == [
+        ("FLASH_ATTENTION", {}, "inferred"),
+        ("MATH", {"FLASH_ATTENTION": "attn_mask requires grad"}, "inferred"),
+        ("MATH", {"FLASH_ATTENTION": "the flash backend is switched off"}, "inferred"),
+    ]
+
+
+def test_a_call_that_raised_has_no_pick(tmp_path: Path) -> None:
+    """Also where the math path raised half-way, at the softmax of complex numbers."""
+    q = torch.zeros(2, 4, 6, 8, dtype=torch.complex64)
+
+    def run() -> None:
+        for mode in (torch.no_grad(), torch.inference_mode()):
+            with mode, contextlib.suppress(NotImplementedError):
+                F.scaled_dot_product_attention(q, q, q)
+
+    found = [pick for _, pick in attention_picks(tmp_path / "t", run)]
+    assert [p.reason for p in found] == ["nothing but the math path of SDPA calls it"]
+
+
+def test_torchs_words_against_fast_paths_are_kept(tmp_path: Path) -> None:
+    """Attention inside modules says why none of the modules around it took its fast path."""
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    encoder = torch.nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+    x = torch.randn(2, 5, 16)
+    (training,) = (p for _, p in attention_picks(tmp_path / "1", lambda: encoder(x)))
+    assert training.refused["fast path of nn.MultiheadAttention"] == "training is enabled"
+    assert training.refused["fast path of nn.TransformerEncoderLayer"] == "training is enabled"
+
+    encoder.eval()
+    (grads,) = (p for _, p in attention_picks(tmp_path / "2", lambda: encoder(x)))
+    assert grads.backend == "FLASH_ATTENTION"
+    assert "grad is enabled" in grads.refused["fast path of nn.MultiheadAttention"]
+    with torch.no_grad():
+        trace, _ = recorded(tmp_path / "3", lambda: encoder(x))
+    fast = Picks(trace).of(len(trace.ops) - 1)
+    assert fast is not None
+    assert fast.reason == "the fast path of nn.TransformerEncoderLayer"
+    assert "use_nested_tensor" in fast.refused["fast path of nn.TransformerEncoder"]
+    assert len(fast.refused) == 1
+
+
+def test_words_of_an_earlier_call_are_not_kept_for_a_later_one(tmp_path: Path) -> None:
+    """Trained, then evaluated: the words change with each call of the same module."""
+    attention = torch.nn.MultiheadAttention(16, 2, batch_first=True)
+    x = torch.randn(2, 5, 16)
+
+    def run() -> None:
+        for train in (True, False, True):
+            with torch.set_grad_enabled(train):
+                attention.train(train)(x, x, x, need_weights=False)
+
+    found = [p for _, p in attention_picks(tmp_path / "t", run)]
+    said = [p.refused.get("fast path of nn.MultiheadAttention") for p in found]
+    assert said == ["training is enabled", None, "training is enabled"]
+
+
+def test_words_are_read_without_keeping_tensors_alive(tmp_path: Path) -> None:
+    """Looking at a frame's locals makes a copy of them, which must not outlive the look."""
+    kept: list[weakref.ref[Tensor]] = []
+
+    class Watched(torch.nn.MultiheadAttention):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            passed = args[0] + 0
+            result = super().forward(passed, passed, passed, need_weights=False)
+            kept.append(weakref.ref(passed))
+            return result
+
+    attention, x = Watched(16, 2, batch_first=True), torch.randn(2, 5, 16)
+    with opdrift.record(tmp_path / "t", kernels="off", integrity="off"):
+        attention(x)
+        assert kept[0]() is None or kept[0]().grad_fn is not None
+        del attention
+    gc.collect()
+    assert kept[0]() is None
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called")
+def test_other_attention_is_told_by_its_name(tmp_path: Path) -> None:
+    """flex_attention and libraries of attention are none of SDPA's backends; other ops of theirs are nothing."""
+    q = torch.randn(1, 2, 16, 16)
+    (flex,) = (p for _, p in attention_picks(tmp_path / "t", lambda: flex_attention(q, q, q)))
+    assert (flex.library, flex.backend) == ("FlexAttention", None)
+    told = {}
+    for name in (
+        "flash_attn._flash_attn_forward.default",
+        "flash_attn_3.fwd.default",
+        "xformers.efficient_attention_forward_cutlass.default",
+        "xformers_flash.flash_fwd.default",
+        "xformers.sequence_pad.default",
+        "aten._scaled_dot_product_sparkling_attention.default",
+    ):
+        build = Builder()
+        x = build.leaf("x")
+        build.op(name, x, x, x)
+        found = Picks(build.build()).of(0)
+        told[name.split(".")[1]] = found and (found.library, found.backend)
+    assert told == {
+        "_flash_attn_forward": ("flash-attn", None),
+        "fwd": ("flash-attn 3", None),
+        "efficient_attention_forward_cutlass": ("xFormers", None),
+        "flash_fwd": ("xFormers' flash-attn", None),
+        "sequence_pad": None,
+        "_scaled_dot_product_sparkling_attention": (None, None),
+    }
 
 
 # ---- attention that models write out -------------------------------------------------------------------------
