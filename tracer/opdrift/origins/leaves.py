@@ -119,10 +119,10 @@ def _written_before_use(
     states = side.contents.states
     state, writers = int(states.of[leaf.value]), []
     for _ in range(_WRITES):
-        following = np.flatnonzero(states.before == state)
-        if not len(following) or int(states.writer[following[0]]) < 0:
+        state += 1  # states are in the order of storages and writes
+        last = state == len(states.before) or int(states.before[state]) != state - 1
+        if last or int(states.writer[state]) < 0:
             return None
-        state = int(following[0])
         writers.append(int(states.writer[state]))
         made = side.lineage.of(side.contents.value_of_state(state)).kind
         if made not in _MADE_BEFORE_USE:
