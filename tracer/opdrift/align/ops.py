@@ -53,42 +53,37 @@ class Pairs:
         self.add(i, j)
         if refined.cut_short:
             self.cut_short = max(self.cut_short or (0, 0), refined.cut_short)
-        for op in i[refined.level >= weak].tolist():
-            other = int(self.right_of[op])
-            if not self._supported(op, other) and not self._may_be(op, other, weak):
-                self.drop(op)
+        doubtful = np.flatnonzero(refined.level >= weak)
+        if len(doubtful):
+            self._drop_unsupported(i[doubtful], j[doubtful])
 
-    def _may_be(self, i: int, j: int, weak: int) -> bool:
-        """Whether two ops of one name in one call can be the same although no input shows it.
-
-        One sample of batches of other sizes: no two layouts are equal, and contents rarely to the last bit.
-        """
-        left, right = self.left, self.right
-        if not left.by_sample or weak != _WEAK_IN_SCOPE:
-            return False
-        if left.tokens.name[i] != right.tokens.name[j]:
-            return False
-        a, b = left.trace.ops.inputs[i], right.trace.ops.inputs[j]
-        for p, q in zip(left.maker[left.root[a]], right.maker[right.root[b]], strict=False):
-            if p >= 0 and q >= 0 and (self.right_of[p] >= 0 or self.left_of[q] >= 0):
-                return False
-        return True
-
-    def _supported(self, i: int, j: int) -> bool:
-        """Whether an input of both is the same: by content, or because a pair made it."""
-        a, b = self.left.trace.ops.inputs[i], self.right.trace.ops.inputs[j]
-        if not len(a) or not len(b):
-            return bool(self.left.tokens.full[i] == self.right.tokens.full[j])
-        for x, y in zip(a.tolist(), b.tolist(), strict=False):
-            if self.left.by_place[x] and self.left.by_place[x] == self.right.by_place[y]:
-                return True
-            if self.left.by_lineage[x] and self.left.by_lineage[x] == self.right.by_lineage[y]:
-                return True
-            x, y = int(self.left.root[x]), int(self.right.root[y])
-            p, q = int(self.left.producer[x]), int(self.right.producer[y])
-            if p >= 0 and q >= 0 and self.right_of[p] == q:
-                return True
-        return False
+    def _drop_unsupported(self, i: Ints, j: Ints) -> None:
+        """Drop the pairs that have no input in common: by content, or because a pair that stays made it."""
+        a, b = self.left.trace.ops.inputs, self.right.trace.ops.inputs
+        both = np.minimum(a.offsets[i + 1] - a.offsets[i], b.offsets[j + 1] - b.offsets[j])
+        x, y = a.values[spread(a.offsets[i], both)], b.values[spread(b.offsets[j], both)]
+        row = np.repeat(np.arange(len(i)), both)
+        place, lineage = self.left.by_place[x], self.left.by_lineage[x]
+        same = (place != 0) & (place == self.right.by_place[y])
+        same |= (lineage != 0) & (lineage == self.right.by_lineage[y])
+        p, q = self.left.producer[x], self.right.producer[y]
+        made = (p >= 0) & (q >= 0) & (self.right_of[p] == q)
+        held = (both == 0) & (self.left.tokens.full[i] == self.right.tokens.full[j])
+        held[row[same]] = True
+        # the rest stands and falls with the pairs that made its inputs
+        leans = np.flatnonzero(made & ~held[row])
+        support = np.bincount(row[leans], minlength=len(i))
+        carried: dict[int, list[int]] = {}
+        for op, k in zip(p[leans].tolist(), row[leans].tolist(), strict=True):
+            carried.setdefault(op, []).append(k)
+        falling = np.flatnonzero(~held & (support == 0)).tolist()
+        while falling:
+            op = int(i[falling.pop()])
+            self.drop(op)
+            for k in carried.pop(op, ()):
+                support[k] -= 1
+                if not support[k]:
+                    falling.append(k)
 
 
 def within_scopes(pairs: Pairs, home: tuple[Ints, Ints], calls: Ints) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Final
 
 import numpy as np
 
+from opdrift.align.segments import spread
 from opdrift.tokens import Words, mix
 from opdrift.tracefile.reader import Ints
 
@@ -16,6 +18,8 @@ SEARCHED_CELLS: Final = 250_000
 ALL_CELLS: Final = 100 * SEARCHED_CELLS
 #: Windows of at most this many words are held against each other as sets first.
 _SHORT: Final = 1000
+#: From this many windows on, those without a common word are sorted out together.
+_MANY: Final = 8
 #: Lengths of the runs that may serve as anchors where single words repeat.
 _RUNS: Final = (1, 4, 16, 64)
 
@@ -300,8 +304,9 @@ def refine(
     numbers: list[Ints] = []
     cut_short: tuple[int, int] | None = None
     for number, level in enumerate(levels):
-        rest: list[Window] = []
-        for window in windows:
+        shared = _with_common_words(level, windows)
+        rest: list[Window] = [w for w, has in zip(windows, shared, strict=True) if not has]
+        for window in compress(windows, shared):
             found = match(
                 level.left[window.left : window.left_end],
                 level.right[window.right : window.right_end],
@@ -315,13 +320,31 @@ def refine(
             rest += _gaps(window, lefts[-1], rights[-1])
             if found.cut_short:
                 cut_short = max(cut_short or (0, 0), found.cut_short)
-        windows = rest
+        windows = sorted(rest, key=lambda w: w.left)
     if not lefts:
         nothing = np.zeros(0, np.int64)
         return Refined(nothing, nothing, nothing, None)
     left, right, level_of = (np.concatenate(parts) for parts in (lefts, rights, numbers))
     order = np.argsort(left, kind="stable")
     return Refined(left[order], right[order], level_of[order], cut_short)
+
+
+def _with_common_words(level: Level, windows: list[Window]) -> list[bool]:
+    """Per window, whether a word stands on both sides of it; in bulk, since most have none."""
+    if len(windows) < _MANY:
+        return [True] * len(windows)
+    spans = np.array([(w.left, w.left_end, w.right, w.right_end) for w in windows], np.int64)
+    number = np.arange(len(windows))
+    keys = []
+    for words, start, end in ((level.left, 0, 1), (level.right, 2, 3)):
+        lengths = spans[:, end] - spans[:, start]
+        of_window = np.repeat(number, lengths)
+        keys.append(
+            (mix(words[spread(spans[:, start], lengths)], of_window.astype(np.uint64)), of_window)
+        )
+    common = keys[0][1][np.isin(keys[0][0], keys[1][0])]
+    found: list[bool] = (np.bincount(common, minlength=len(windows)) > 0).tolist()
+    return found
 
 
 def _gaps(window: Window, left: Ints, right: Ints) -> list[Window]:
