@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 from opdrift.align import Pairing, align
 from opdrift.align.sequence import SEARCHED_CELLS, Level, increasing, match, refine
 from opdrift.contents import Contents
+from opdrift.diagnose import diff
+from opdrift.records import Sides
 from opdrift.testing import Builder, trace
 from opdrift.tokens import mix
 from opdrift.tracefile.reader import Trace
@@ -236,6 +239,91 @@ def test_pairs_cover_each_op_once_and_mirror(a: str, b: str):
         zip(mirrored.right.tolist(), mirrored.left.tolist(), strict=True)
     )
     assert all(found.left_of[j] == i for i, j in zip(found.left, found.right, strict=True))
+
+
+# ---- the same program with changes ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Edited:
+    """A chain of modules, and how the other run of it differs; all numbers are places in `ops`.
+
+    Attributes:
+        ops: Name of the op of each place; there are four a module.
+        inserted: An op that changes no value stands before these, in the other run.
+        renamed: Modules that have another name there.
+        fault: This op returns something else there; None for none.
+    """
+
+    ops: tuple[str, ...]
+    inserted: frozenset[int]
+    renamed: frozenset[int]
+    fault: int | None
+
+    def build(self, *, edited: bool) -> tuple[Trace, list[int]]:
+        """The trace, and the index of the op of each place."""
+        build = Builder()
+        value = build.leaf("x", kind="input")
+        where: list[int] = []
+        count = 0
+        for start in range(0, len(self.ops), 4):
+            other = edited and start // 4 in self.renamed
+            with build.scope(f"{'part' if other else 'layer'}{start // 4}"):
+                for place in range(start, min(start + 4, len(self.ops))):
+                    if edited and place in self.inserted:
+                        value = build.op("clone", value)
+                        count += 1
+                    name = self.ops[place]
+                    more = [build.leaf(f"w{place}")] if name == "mm" else []
+                    change = "*" if edited and place == self.fault else ""
+                    value = build.op(name, value, *more, change=change)
+                    where.append(count)
+                    count += 1
+        build.output(value)
+        return build.build(), where
+
+
+@st.composite
+def edited_programs(draw: st.DrawFn) -> Edited:
+    """Chains in which ops look alike, so that only their places and values tell them apart."""
+    ops = draw(st.lists(st.sampled_from(["mm", "relu", "sin"]), min_size=1, max_size=16))
+    places = st.integers(0, len(ops) - 1)
+    return Edited(
+        tuple(ops),
+        draw(st.frozensets(places, max_size=5)),
+        draw(st.frozensets(st.integers(0, 3), max_size=4)),
+        draw(st.none() | places),
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(edited_programs())
+def test_ops_keep_their_counterparts_through_changes(program: Edited):
+    """Whatever is inserted and renamed: each op is paired with itself up to the fault, and none with another's."""
+    (left, here), (right, there) = program.build(edited=False), program.build(edited=True)
+
+    pairs = dict(paired(left, right))
+
+    certain = len(here) if program.fault is None else program.fault + 1
+    assert [pairs.get(i) for i in here[:certain]] == there[:certain]
+
+
+@settings(max_examples=100, deadline=None)
+@given(edited_programs())
+def test_the_fault_is_the_first_divergence_from_either_side(program: Edited):
+    """`diff(b, a)` mirrors `diff(a, b)`: the same verdict at the same ops, with the sides exchanged."""
+    (left, here), (right, there) = program.build(edited=False), program.build(edited=True)
+
+    found, mirrored = diff(left, right), diff(right, left)
+
+    if program.fault is None:
+        assert (found.verdict, mirrored.verdict) == ("identical", "identical")
+        return
+    assert found.first is not None
+    assert mirrored.first is not None
+    seq = Sides(here[program.fault] + 1, there[program.fault] + 1)
+    assert (found.first.seq, mirrored.first.seq) == (seq, Sides(seq.right, seq.left))
+    assert [d.material for d in found.origins] == [d.material for d in mirrored.origins] == [True]
 
 
 # ---- sequences ----------------------------------------------------------------------------------------
