@@ -470,6 +470,24 @@ def test_unrelated_programs_diverge_with_a_reason():
     assert "unrelated" in found.alignment.fallback_reason
 
 
+def test_a_fault_in_a_long_run_that_rounds_from_its_start_is_found():
+    """More receivers than are looked at one by one: where the difference jumps, all are."""
+
+    def chain(*, other: bool) -> Trace:
+        build = Builder()
+        value = build.leaf("x", kind="input")
+        for number in range(4000):
+            change = {3: "~", 2501: "*"}.get(number, "") if other else ""
+            value = build.op("sin", value, change=change)
+        build.output(value)
+        return build.build()
+
+    found = diff(chain(other=False), chain(other=True))
+
+    assert found.verdict == "diverged"
+    assert [(d.seq.left, d.material) for d in found.origins] == [(4, False), (2502, True)]
+
+
 def test_traces_with_nothing_in_common_are_not_compared():
     """Other modules, other weights, other values: whatever was paired would be by chance."""
     left, right = Builder(), Builder()

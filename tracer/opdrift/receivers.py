@@ -17,6 +17,9 @@ from opdrift.tracefile.reader import Ints
 
 #: Receivers whose sizes are looked at one by one; of more, an even choice.
 _LOOKED_AT: Final = 1_500
+#: With so many before it is a receiver compared, and so many stretches behind jumps are looked at whole.
+_RECENT: Final = 8
+_JUMPS: Final = 32
 #: No op has a cap below this: what stays within it needs no closer look.
 _SMALLEST_CAP: Final = 4.0
 
@@ -43,10 +46,26 @@ class Received:
 
 
 def receive(case: Case, rows: Ints) -> list[Received]:
-    """Sizes at receivers, in order."""
-    step = max(1, -(-len(rows) // _LOOKED_AT))
+    """Sizes at receivers, in order; of many, an even choice, and all where the difference jumps between two of it."""
     reader = _Reader(case)
-    return [reader.at(row) for row in rows[::step].tolist()]
+    step = max(1, -(-len(rows) // _LOOKED_AT))
+    chosen = range(0, len(rows), step)
+    found = {k: reader.at(int(rows[k])) for k in chosen}
+    for k in _jumps([found[k] for k in chosen]) if step > 1 else ():
+        for between in range(chosen[k] + 1, chosen[k + 1]):
+            found[between] = reader.at(int(rows[between]))
+    return [found[k] for k in sorted(found)]
+
+
+def _jumps(received: list[Received]) -> list[int]:
+    """Places behind which a difference comes in that is larger than those just before can have become."""
+    sizes = [max(r.before or 0.0, r.after or 0.0) for r in received]
+    found = []
+    for k, following in enumerate(received[1:]):
+        came = following.before if following.before is not None else following.after
+        if came is not None and came > _SMALLEST_CAP * max(sizes[max(0, k + 1 - _RECENT) : k + 1]):
+            found.append(k)
+    return found[:_JUMPS]
 
 
 def amplifier(case: Case, received: Received) -> Amplifier:
