@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from opdrift.causes import CAUSES
-from opdrift.causes.evidence import number, some
+from opdrift.causes.evidence import some
 from opdrift.causes.nondeterministic import NONDETERMINISTIC
+from opdrift.compare import number
 from opdrift.diagnose import diff
 from opdrift.records import Cause, Diagnosis
 from opdrift.testing import Builder
@@ -597,7 +598,7 @@ def test_rounding_says_how_far_and_how_far_is_explained():
     found = cause(run(body(""), flags={"num_threads": 1}), run(body("~"), flags={"num_threads": 2}))
 
     assert found.slug == "rounding"
-    assert says(found, "relative difference", "explained up to", "num_threads: 1 against 2")
+    assert says(found, "relative difference", "explained up to", "threads: left 1, right 2")
 
 
 def test_an_op_on_torchs_list_is_called_nondeterministic():

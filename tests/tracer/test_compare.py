@@ -206,7 +206,7 @@ def test_a_flipped_sign_is_located(dtype: str, index: int) -> None:
     assert found.changed_bits == 1 << width - 1
     assert found.sparsity == pytest.approx(1.0)
     assert found.max_abs == pytest.approx(2 * abs(float(x[index])), rel=1e-5)
-    assert describe(found).startswith(f"one element, index {index}, sign bit, ")
+    assert describe(found).startswith(f"one element, index {index}, its sign bit, ")
 
 
 def test_a_flipped_low_bit_is_located_though_its_size_drowns() -> None:
@@ -304,7 +304,7 @@ def test_without_a_sketch_the_statistics_give_a_lower_bound() -> None:
     assert 0.05 < found.relative <= truth(x, y)
     assert found.uncertainty == math.inf
     assert found.caveat.startswith("a lower bound")
-    assert describe(found).startswith("one element, index 2, at least ")
+    assert describe(found).startswith("one element, index 2, relative difference at least ")
 
 
 def test_bits_without_a_number_in_them_have_no_size() -> None:

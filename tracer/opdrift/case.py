@@ -10,7 +10,7 @@ from opdrift.bounds import OpViews
 from opdrift.contents import Contents
 from opdrift.leaves import LeafTable
 from opdrift.pairs import Compared
-from opdrift.picks import AttentionRegion, Picks
+from opdrift.picks import AttentionRegion, Picks, Settings
 from opdrift.provenance import Lineage
 from opdrift.records import ArgumentDifference, Call, Op, Pick, Sides
 from opdrift.samples import OneSample, SampleContents, SampleViews
@@ -86,6 +86,11 @@ class Side:
     def lineage(self) -> Lineage:
         """Where contents came from."""
         return Lineage(self.trace)
+
+    @cached_property
+    def settings(self) -> Settings:
+        """The flags in force at its ops."""
+        return Settings(self.trace)
 
     @cached_property
     def picks(self) -> Picks:

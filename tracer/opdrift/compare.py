@@ -201,7 +201,7 @@ _SIGMAS: Final = 6
 
 
 def describe(difference: Difference) -> str:
-    """The difference in words, such as `2.6e-07 relative (sketch)` or `one element, index 1093, sign bit`."""
+    """The difference in words, such as `relative difference 2.6e-7 (from the sketches)` or `one element, index 1093, its sign bit`."""
     if difference.equal:
         return "equal"
     if not difference.comparable:
@@ -235,7 +235,7 @@ def _bits_in_words(difference: Difference) -> list[str]:
         return []
     bits = [i for i in range(mask.bit_length()) if mask >> i & 1]
     if bits == [8 * difference.width - 1]:
-        return ["sign bit"]
+        return ["its sign bit"]
     return [f"bit {bits[0]}"] if len(bits) == 1 else [f"{len(bits)} bits"]
 
 
@@ -247,10 +247,29 @@ def _size_in_words(difference: Difference) -> str:
             return "the finite elements equal"
         return "same numbers in other bits (sign of zero, NaN payload or type)"
     if difference.relative == 0.0 and difference.uncertainty:
-        return f"below {difference.uncertainty:.1g} relative (sketch)"
-    if difference.how == "statistics":
-        return f"at least {difference.relative:.2g} relative (statistics)"
-    return f"{difference.relative:.2g} relative ({difference.how})"
+        return f"relative difference below {number(difference.uncertainty)} (from the sketches)"
+    least = "at least " if difference.how == "statistics" else ""
+    how = _HOW.get(difference.how, difference.how)
+    return f"relative difference {least}{number(difference.relative)} ({how})"
+
+
+_HOW: Final = {
+    "sketch": "from the sketches",
+    "sample": "from the samples",
+    "statistics": "from the statistics",
+}
+
+
+def number(value: float | None) -> str:
+    """A size with two or three digits, as reports write it: `2.6e-7`, `0.0172`, `105`."""
+    if value is None or math.isnan(value):
+        return "an unknown size"
+    if value == math.inf:
+        return "infinite"
+    if value == 0 or 0.01 <= abs(value) < 1000:
+        return f"{value:.3g}"
+    mantissa, exponent = f"{value:.1e}".split("e")
+    return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
 
 
 # ---- what the samples say ----------------------------------------------------------------------------

@@ -187,16 +187,14 @@ def same_kernel(case: Case, left: int, right: int) -> bool:
     a, b = case.left.pick(left), case.right.pick(right)
     if a is None or b is None or a.source not in ("verbose", "profiler"):
         return False
-    return (a.name, a.library) == (b.name, b.library) and threads(case.left) == threads(case.right)
+    return (a.name, a.library) == (b.name, b.library) and threads(case.left, left) == threads(
+        case.right, right
+    )
 
 
-def threads(side: Side) -> object:
-    """Number of threads that the header or the last mark says."""
-    found = side.trace.header.flags.get("num_threads")
-    for mark in side.trace.marks:
-        if mark.kind in ("flag", "flags") and "num_threads" in mark.fields:
-            found = mark.fields["num_threads"]
-    return found
+def threads(side: Side, op: int) -> object:
+    """On how many threads an op ran, as far as the trace says."""
+    return side.settings.before(side.seq(op))("num_threads", None)
 
 
 # ---- regions ---------------------------------------------------------------------------------------------

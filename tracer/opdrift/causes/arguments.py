@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from typing import Final
 
-from opdrift.causes.evidence import Evidence, cause, scope
+from opdrift.causes.evidence import SIDES, Evidence, cause, scope
+from opdrift.causes.reading import (
+    AROUND_MASKS,
+    MASK_ARGUMENTS,
+    MASKING_OPS,
+    is_kept,
+    reads_as_mask,
+)
 from opdrift.records import ArgumentDifference, Cause
 from opdrift.tokens import base
 
-_MASK_ARGUMENTS: Final = frozenset(
-    ["attn_mask", "attn_bias", "mask", "is_causal", "src_mask", "key_padding_mask", "mask_type"]
-)
-_MASKING_OPS: Final = frozenset(
-    ["masked_fill", "masked_fill_", "_masked_softmax", "where", "tril", "triu", "tril_", "triu_"]
-)
 _POSITION_OPS: Final = frozenset(["embedding", "cos", "sin"])
 _ATTENDING: Final = ("bmm", "mm", "attention", "matmul", "baddbmm", "cat")
+_CROPPING: Final = frozenset(["slice", "narrow", "select", "index", "index_select"])
 _COUNTING: Final = frozenset(["arange", "cumsum"])
 #: Settings that other causes say better.
 _ELSEWHERE: Final = frozenset(["training", "train", "dtype", "out_dtype"])
@@ -49,22 +51,25 @@ def op_args(e: Evidence) -> Cause | None:
 
 def mask(e: Evidence) -> Cause | None:
     """What attention may see differs: a mask is there or not, causal or not, or built otherwise."""
-    settings = [s for s in e.origin.settings if s.name in _MASK_ARGUMENTS]
+    settings = [s for s in e.origin.settings if s.name in MASK_ARGUMENTS]
     ops = [
         (name, side, i) for number, (name, side, _) in enumerate(e.sides) for i in e.ops_of(number)
     ]
-    masking = [(name, side, i) for name, side, i in ops if base(side.name(i)) in _MASKING_OPS]
+    masking = [(name, side, i) for name, side, i in ops if base(side.name(i)) in MASKING_OPS]
     built = e.origin.story == "factory" and bool(masking or _reads_mask(e))
     # tril and triu make masks: with another diagonal they make another one
     built = built or (e.origin.story == "op" and bool(e.origin.settings) and _makes_mask(e))
     only_one = e.origin.story == "region" and _hides_in_one_run(e)
-    if not settings and not built and not only_one:
+    made = not (settings or built or only_one) and _makes_other_mask(e)
+    if not settings and not built and not only_one and not made:
         return None
     op = e.op()
     where = scope(op.call.path) if op else "the model"
     evidence = [_setting(s) for s in settings or e.origin.settings]
-    evidence += [f"{name}: {side.place(i)}" for name, side, i in masking[:4]]
+    evidence += [f"{name}: {side.place(i)}" for name, side, i in (ops if made else masking)[:4]]
     evidence += [f"{name}: {side.place(i)}" for name, side, i in e.sides if i is not None]
+    if made:
+        evidence.append("attention reads what comes of it as its mask")
     return cause(
         "mask",
         "certain" if settings else "likely",
@@ -112,6 +117,8 @@ def position_ids(e: Evidence) -> Cause | None:
 def kv_cache(e: Evidence) -> Cause | None:
     """What was appended to a cache went to another place."""
     found = e.any_op
+    if e.origin.story == "factory":
+        return _cropped_cache(e)
     if e.origin.story != "placed" or found is None:
         return None
     reader = e.consumer()
@@ -142,6 +149,42 @@ def kv_cache(e: Evidence) -> Cause | None:
     )
 
 
+def _cropped_cache(e: Evidence) -> Cause | None:
+    """Attention reads another part of the keys and values that are kept from earlier steps."""
+    reader = e.consumer()
+    region = e.origin.region
+    if reader.left is None or reader.right is None or not region.left or not region.right:
+        return None
+    left, right = e.case.left, e.case.right
+    pairs = ((left, region.left[0], reader.left), (right, region.right[0], reader.right))
+    if base(left.name(region.left[0])) not in _CROPPING:
+        return None
+    if not any(word in left.name(reader.left) for word in _ATTENDING):
+        return None
+    if not all(is_kept(side, int(side.trace.ops.inputs[op][0]), to) for side, op, to in pairs):
+        return None
+    return cause(
+        "kv-cache",
+        "likely",
+        f"{left.name(reader.left)} in {scope(left.module(reader.left))} reads another part of what earlier steps left:"
+        f" {', '.join(map(_setting, e.origin.settings))}",
+        [
+            *map(_setting, e.origin.settings),
+            *(
+                f"{name}: {side.place(op)} takes it"
+                for name, (side, op, _) in zip(SIDES, pairs, strict=True)
+            ),
+            *(
+                f"{name}: {side.place(to)} reads it"
+                for name, (side, _, to) in zip(SIDES, pairs, strict=True)
+            ),
+            "what it is taken from is equal in both runs",
+        ],
+        "Compare the lengths that both runs keep: how many positions are cached at each step, and what is cropped"
+        " before attention reads them.",
+    )
+
+
 def _setting(s: ArgumentDifference) -> str:
     return f"{s.name}: {s.left if s.left is not None else 'absent'} against {s.right if s.right is not None else 'absent'}"
 
@@ -157,7 +200,7 @@ def _hides_in_one_run(e: Evidence) -> bool:
     """Whether all that stands in this place in one run only is a mask being made or used."""
     regions = e.origin.region.left, e.origin.region.right
     ops = [(n, side.name(i)) for n, (_, side, _) in enumerate(e.sides) for i in regions[n]]
-    hiding = {n for n, name in ops if base(name) in _MASKING_OPS}
+    hiding = {n for n, name in ops if base(name) in MASKING_OPS}
     return len(hiding) == 1 and all(_is_mask_op(name) for _, name in ops)
 
 
@@ -170,6 +213,15 @@ def _makes_mask(e: Evidence) -> bool:
     return print_ is not None and (print_.min == print_.max or print_.nonfinite == print_.n)
 
 
+def _makes_other_mask(e: Evidence) -> bool:
+    """Whether the runs made a value in different ways that attention reads as its mask."""
+    values = (e.origin.values.left, e.origin.values.right)
+    return e.origin.story == "region" and any(
+        value is not None and reads_as_mask(side, value)
+        for value, (_, side, _) in zip(values, e.sides, strict=True)
+    )
+
+
 def _reads_mask(e: Evidence) -> bool:
     """Whether the differing value is read as a mask."""
     row, slot = e.origin.row, e.origin.slot
@@ -178,15 +230,8 @@ def _reads_mask(e: Evidence) -> bool:
     side = e.case.left
     op = int(e.case.pairing.left[row])
     names = side.contents.tokens.table[int(side.trace.ops.signature[op])].slots
-    return slot < len(names) and names[slot].partition("[")[0] in _MASK_ARGUMENTS
-
-
-_AROUND_MASKS: Final = frozenset(
-    ["scalar_tensor", "full", "full_like", "zeros", "ones", "add", "add_", "mul", "unsqueeze", "expand", "slice", "view",
-     "logical_not", "bitwise_not", "bitwise_and", "logical_and", "bitwise_or", "eq", "ne", "le", "lt", "ge", "gt", "arange",
-     "_to_copy", "clone", "rsub", "sub"]
-)  # fmt: skip
+    return slot < len(names) and names[slot].partition("[")[0] in MASK_ARGUMENTS
 
 
 def _is_mask_op(name: str) -> bool:
-    return base(name) in _MASKING_OPS or base(name) in _AROUND_MASKS
+    return base(name) in MASKING_OPS or base(name) in AROUND_MASKS

@@ -10,7 +10,6 @@ from opdrift.case import Case
 from opdrift.causes.evidence import SIDES, Evidence, cause, counted, scope, some
 from opdrift.causes.likeness import likeness
 from opdrift.origins.kinds import draws
-from opdrift.picks import Settings
 from opdrift.records import Cause, EnvironmentDifference
 
 #: Beginnings of the names of flags that change what an op computes, and the devices whose ops they change.
@@ -96,7 +95,7 @@ class Timelines:
 
     def __init__(self, case: Case) -> None:
         self._sides = case.left, case.right
-        self._settings = Settings(case.left.trace), Settings(case.right.trace)
+        self._settings = case.left.settings, case.right.settings
         self._names = sorted(
             {name for side in self._sides for name in side.trace.header.flags}
             | {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -162,8 +161,9 @@ class Evidence:
 def cause(
     slug: str, confidence: Confidence, summary: str, evidence: Iterable[str], remedy: str
 ) -> Cause:
-    """A cause; empty evidence is dropped, and what is true of both runs is said once."""
-    return Cause(slug, confidence, summary, _once([e for e in evidence if e]), remedy)
+    """A cause; empty and repeated evidence is dropped, and what is true of both runs is said once."""
+    told = dict.fromkeys(each for each in evidence if each)
+    return Cause(slug, confidence, summary, _once(list(told)), remedy)
 
 
 def _once(evidence: list[str]) -> tuple[str, ...]:
@@ -177,18 +177,6 @@ def _once(evidence: list[str]) -> tuple[str, ...]:
         fact = each.removeprefix(left)
         found.append(f"both: {fact}" if each.startswith(left) and fact in both else each)
     return tuple(found)
-
-
-def number(value: float | None) -> str:
-    """A size with two or three digits."""
-    if value is None or math.isnan(value):
-        return "an unknown size"
-    if value == math.inf:
-        return "infinite"
-    if value == 0 or 0.01 <= abs(value) < 1000:
-        return f"{value:.3g}"
-    mantissa, exponent = f"{value:.1e}".split("e")  # as the reports write it: 2.6e-7
-    return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
 
 
 def some(names: Sequence[str], limit: int = 4) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from opdrift.case import Side
-from opdrift.causes.evidence import Evidence, cause, number, op_names, scope, some
+from opdrift.causes.evidence import Evidence, cause, op_names, scope, some
 from opdrift.causes.likeness import likeness
 from opdrift.causes.nondeterministic import NONDETERMINISTIC
 from opdrift.causes.picked import (
@@ -15,6 +15,7 @@ from opdrift.causes.picked import (
     other_sizes,
     told,
 )
+from opdrift.compare import number
 from opdrift.origins.kinds import draws
 from opdrift.records import COMPILED, Cause
 from opdrift.sizes import threads
@@ -37,7 +38,7 @@ def nondeterministic_op(e: Evidence) -> Cause | None:
     ):
         return None
     condition = f" ({known[1]})" if known[1] else ""
-    count = threads(e.case.left)
+    count, others = threads(e.case.left, op.left), threads(e.case.right, op.right)
     return cause(
         "nondeterministic-op",
         "certain" if device != "cpu" or (isinstance(count, int) and count > 1) else "likely",
@@ -45,7 +46,7 @@ def nondeterministic_op(e: Evidence) -> Cause | None:
         [
             "same op, same arguments, inputs equal bit for bit, other outputs",
             f"it is on torch's list of nondeterministic ops on {device}{condition}",
-            f"threads: left {count}, right {threads(e.case.right)}",
+            f"threads: left {count}, right {others}",
             _size(e),
         ],
         "Call torch.use_deterministic_algorithms(True), or torch.set_num_threads(1) on a CPU; on CUDA set"
@@ -72,9 +73,7 @@ def rounding(e: Evidence) -> Cause | None:
     elif picks.left is not None and picks.right is not None:
         evidence.append(f"kernel: {told(picks.left)} in both")
     evidence.append(other_sizes(e))
-    a, b = threads(e.case.left), threads(e.case.right)
-    if a != b:
-        evidence.append(f"num_threads: {a} against {b}, so sums are split differently")
+    evidence.append(_other_threads(e))
     evidence += _regions(e)
     evidence += [
         f"{d.name}: {d.left} against {d.right}"
@@ -98,6 +97,16 @@ def rounding(e: Evidence) -> Cause | None:
         else "Nothing is wrong. For equal bits use the same kernel on both sides: the same batch size, threads"
         " (torch.set_num_threads), attention backend (sdpa_kernel) and library versions.",
     )
+
+
+def _other_threads(e: Evidence) -> str:
+    reader = e.consumer()
+    left = e.origin.op.left if e.origin.op.left is not None else reader.left
+    right = e.origin.op.right if e.origin.op.right is not None else reader.right
+    if left is None or right is None:
+        return ""
+    a, b = threads(e.case.left, left), threads(e.case.right, right)
+    return f"threads: left {a}, right {b}, so sums are split differently" if a != b else ""
 
 
 def _leaf_rounding(e: Evidence) -> Cause:

@@ -8,8 +8,8 @@ from typing import Final
 import numpy as np
 
 from opdrift.case import Side
-from opdrift.causes.evidence import Evidence, cause, number, scope, some
-from opdrift.compare import describe
+from opdrift.causes.evidence import Evidence, cause, scope, some
+from opdrift.compare import describe, number
 from opdrift.origins.kinds import draws
 from opdrift.records import READ_UNINITIALISED, REREAD, Cause, Leaf
 from opdrift.sizes import measure

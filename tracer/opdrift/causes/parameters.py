@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from opdrift.causes.evidence import SIDES, Evidence, cause, counted, number, some, tally
+from opdrift.causes.evidence import SIDES, Evidence, cause, counted, some, tally
 from opdrift.causes.likeness import Kind
 from opdrift.causes.memory import is_optimised, left_behind, left_behind_words
 from opdrift.causes.relations import Relations, common, moved_words
-from opdrift.compare import Difference, describe, difference
+from opdrift.compare import Difference, describe, difference, number
 from opdrift.provenance import Provenance
 from opdrift.records import Cause, Leaf, Sides
 from opdrift.tracefile.reader import Fingerprint
@@ -362,7 +362,7 @@ def _sizes(e: Evidence, members: Sequence[Sides[Leaf | None]]) -> _Sizes:
     if len(relatives) == len(singles) == 1:
         (leaf, found.single) = singles[0]
         index = _index(e, leaf, found.single.changed_index or 0)
-        found.words.append(f"{leaf.name}: {describe(found.single)}{index}")
+        found.words.append(f"{leaf.name}{index}: {describe(found.single)}")
     if relatives:
         low, high = min(relatives), max(relatives)
         spread = number(low) if low == high else f"{number(low)} to {number(high)}"

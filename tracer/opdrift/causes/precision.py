@@ -7,8 +7,8 @@ from typing import Final
 import numpy as np
 
 from opdrift.case import Side
-from opdrift.causes.evidence import Evidence, cause, number, scope, some
-from opdrift.compare import difference
+from opdrift.causes.evidence import Evidence, cause, scope, some
+from opdrift.compare import difference, number
 from opdrift.origins.kinds import makes_infinite, makes_nan
 from opdrift.records import Cause, Mark
 from opdrift.sizes import NARROW

@@ -10,9 +10,9 @@ import numpy.typing as npt
 
 from opdrift import tfp1
 from opdrift.case import Side
-from opdrift.causes.evidence import Evidence, cause, counted, number, scope
+from opdrift.causes.evidence import Evidence, cause, counted, scope
 from opdrift.causes.likeness import Kind, likeness
-from opdrift.compare import difference
+from opdrift.compare import difference, number
 from opdrift.records import Cause, Leaf
 from opdrift.tokens import base
 from opdrift.tracefile.reader import Fingerprint

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from opdrift.causes.evidence import number
+from opdrift.compare import number
 from opdrift.foreign.comparison import Origin, summed_otherwise
 from opdrift.foreign.model import Log, LoggedOp, LoggedTensor, words
 from opdrift.records import ArgumentDifference, Cause
