@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from types import FrameType
 from typing import Any, Final
 
+import torch
 from torch import Tensor, nn
 
 from opdrift.records import MASK_GRAD, OPERAND_GRAD
@@ -39,8 +40,23 @@ _WORDS: Final = {
         (nn.TransformerEncoder, "why_not_sparsity_fast_path"),
     )
 }
-#: The fast path of a whole encoder is at most so many frames above an attention of one of its layers.
-_DEEPEST: Final = 48
+#: An attention of torch.nn is at most so many frames below the function that decided on a fast path, and
+#: that one below the function of the module around it (calls of modules with hooks are four frames).
+_NEAR: Final = 8
+_AROUND: Final = 16
+#: State of the process that steers the choice of attention, whatever the thread.
+_SWITCHES: Final = tuple(
+    getter
+    for name in (
+        "_get_flash_sdp_enabled",
+        "_get_mem_efficient_sdp_enabled",
+        "_get_math_sdp_enabled",
+        "_get_cudnn_sdp_enabled",
+        "_get_sdp_priority_order",
+        "_get_deterministic_algorithms",
+    )
+    if (getter := getattr(torch._C, name, None)) is not None
+)
 
 
 def what_to_ask(name: str, overload: str) -> int:
@@ -51,6 +67,11 @@ def what_to_ask(name: str, overload: str) -> int:
         return PATHS
     fused = name.startswith("_scaled_dot_product_") and not name.endswith("_backward")
     return ATTENTION if fused or name in _ATTENTION else 0
+
+
+def switches() -> tuple[object, ...]:
+    """The switches of attention as they are now; 0.5 us."""
+    return tuple([getter() for getter in _SWITCHES])
 
 
 def added_requires_grad(args: tuple[Any, ...]) -> int:
@@ -71,11 +92,12 @@ def operands_require_grad(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> i
 def why_not_fast(frame: FrameType | None) -> dict[str, str]:
     """Words of torch, from `frame` outwards: the class of the module -> why not its fast path."""
     found: dict[str, str] = {}
-    for _ in range(_DEEPEST):
-        if frame is None:
-            break
+    left = _NEAR
+    while frame is not None and left:
+        left -= 1
         known = _WORDS.get(id(frame.f_code))
         if known is not None:
+            left = _AROUND
             kind, local = known
             names = frame.f_locals
             words = names.get(local)

@@ -26,6 +26,7 @@ from opdrift.choices import (
     ATTENTION,
     added_requires_grad,
     operands_require_grad,
+    switches,
     why_not_fast,
 )
 from opdrift.memory import InFlight, Use, under_way
@@ -133,6 +134,7 @@ class RecordingMode(TorchDispatchMode):
         self._seeds = Seeds()
         #: module path -> why torch.nn did not take its fast path there when it was last called
         self._fast_paths: dict[str, Mapping[str, str]] = {}
+        self._switches: tuple[object, ...] = ()
         self._keys: DispatchKeys | None = None
         #: whether anything is still written; False after a fork or when the disk failed
         self.recording = True
@@ -332,7 +334,10 @@ class RecordingMode(TorchDispatchMode):
             self._write_mark(t, "fast-path", words)
         if plan.asks != ATTENTION:
             return 0
-        self._sources.on_new_line()  # a switch of attention may have changed at a line that is known
+        found = switches()
+        if found != self._switches:  # at a line that is known, else it had been noticed
+            self._switches = found
+            self._sources.on_new_line()
         return operands_require_grad(args, kwargs)
 
     def _random_state(
