@@ -681,10 +681,10 @@ def test_a_product_that_differs_by_rounding_names_its_routine():
     assert not says(found, "sizes (m, n, k)")
 
 
-def folded(*, batched: bool) -> Run:
-    """The same product as one of all rows, and as a batch of products."""
+def folded(*, batched: bool, factor: float = 1 + 2**-22) -> Run:
+    """The same product as one of all rows, and as a batch of products; the former off by a factor."""
     exact = draw("out", (15, 8, 64))
-    near = exact * np.float32(1 + 2**-22)
+    near = exact * np.float32(factor)
 
     def inner(build: Builder) -> int:
         x = build.op("sin", build.leaf("x", kind="input", shape=(15, 8, 64)), shape=(15, 8, 64))
@@ -711,6 +711,15 @@ def test_a_product_in_batches_and_in_one_is_two_routines_of_a_library():
         "left ran SGEMM of MKL (float32 goes to BLAS); right ran SGEMM_BATCH of MKL"
         " (float32 goes to BLAS, batch 15 > 1)"
     ) in diagnosis.first.cause.summary
+
+
+def test_another_routine_is_no_excuse_for_a_large_difference():
+    """Other ops on both sides and another result: the runs do different things, whatever multiplies."""
+    left = run(folded(batched=False, factor=1.5), **MKL)
+
+    found = cause(left, run(folded(batched=True), **MKL))
+
+    assert found.slug == "structure"
 
 
 def test_compiled_code_that_draws_otherwise_is_called_so():

@@ -1,0 +1,121 @@
+"""Two recorded runs that torch gave to different kernels: what each ran, why, and what made the difference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F  # noqa: N812 (as torch writes it)
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import opdrift
+from opdrift.records import Diagnosis
+
+Q, K, V = torch.randn(3, 2, 4, 6, 8, generator=torch.Generator().manual_seed(0))
+BIAS = torch.randn(4, 6, 6, generator=torch.Generator().manual_seed(1))
+
+
+def compared(folder: Path, left: Callable[[], object], right: Callable[[], object]) -> Diagnosis:
+    """The diagnosis of two calls."""
+    for name, call in (("left", left), ("right", right)):
+        with opdrift.record(folder / name, kernels="off", integrity="off"):
+            call()
+    return opdrift.diff(folder / "left", folder / "right")
+
+
+class Attention(nn.Module):
+    """Attention with given tensors, so that both runs have one scope."""
+
+    def __init__(self, *, mask: Tensor | None = None, turn: bool = False) -> None:
+        super().__init__()
+        self.mask, self.turn = mask, turn
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.turn:
+            q = q.transpose(2, 3).contiguous().transpose(2, 3)
+        return F.scaled_dot_product_attention(q.sin(), k, v, self.mask) * 2
+
+
+def attend(**options: object) -> Callable[[], object]:
+    """One call of an `Attention` that no gradient is wanted of."""
+    return lambda: torch.no_grad()(Attention(**options))(Q, K, V)  # type: ignore[arg-type]
+
+
+def said(found: Diagnosis) -> str:
+    assert found.first is not None
+    return found.first.cause.summary
+
+
+def test_a_mask_of_another_shape_changes_the_backend(tmp_path: Path) -> None:
+    """The same numbers: a bias of 3 dims is broadcast by torch, and taken by no fused kernel."""
+    found = compared(tmp_path, attend(mask=BIAS[None]), attend(mask=BIAS))
+
+    assert found.verdict == "rounding"
+    assert "right ran MATH because attn_mask has 3 dims; fused kernels take 2 or 4" in said(found)
+    assert found.first is not None
+    assert (
+        "what changed the pick: attn_mask: float32[1, 4, 6, 6] against float32[4, 6, 6]"
+        in found.first.cause.evidence
+    )
+    assert found.first.kernel.left is not None
+    assert found.first.kernel.left.backend == "FLASH_ATTENTION"
+
+
+def test_under_inference_mode_both_backends_are_told_though_the_op_is_the_same(
+    tmp_path: Path,
+) -> None:
+    """One op on both sides, equal inputs: only the rules tell that other kernels ran."""
+
+    def run(backend: SDPBackend) -> Callable[[], object]:
+        def inner() -> None:
+            with torch.inference_mode(), sdpa_kernel(backend):
+                Attention()(Q, K, V)
+
+        return inner
+
+    found = compared(tmp_path, run(SDPBackend.FLASH_ATTENTION), run(SDPBackend.MATH))
+
+    assert found.verdict == "rounding"
+    assert (
+        "left ran FLASH_ATTENTION; right ran MATH because the flash backend is switched off"
+        in said(found)
+    )
+    assert found.first is not None
+    assert "what changed the pick: the flash switch: on against off" in found.first.cause.evidence
+
+
+def test_equal_backends_are_not_spoken_of(tmp_path: Path) -> None:
+    """Another mask, another result, the same kernel: nothing changed the pick."""
+    found = compared(tmp_path, attend(mask=BIAS[None]), attend(mask=BIAS[None] * 2))
+
+    words = " ".join(w for c in found.causes for w in (c.summary, *c.evidence))
+    assert found.verdict == "diverged"
+    assert " ran " not in words
+    assert "changed the pick" not in words
+
+
+def test_the_fast_path_of_multihead_attention_is_told_with_torchs_words(tmp_path: Path) -> None:
+    """With gradients the module computes by itself; torch says why, and the report quotes it."""
+    torch.manual_seed(0)
+    attention = nn.MultiheadAttention(16, 2, batch_first=True).eval()
+    x = torch.randn(2, 5, 16)
+
+    def run(grad: bool) -> Callable[[], object]:
+        def inner() -> None:
+            with torch.set_grad_enabled(grad):
+                attention(x, x, x, need_weights=False)
+
+        return inner
+
+    found = compared(tmp_path, run(False), run(True))
+
+    assert (
+        "left ran the fast path of nn.MultiheadAttention; right ran FLASH_ATTENTION because grad is enabled"
+        in said(found)
+    )
+    trace = opdrift.load(tmp_path / "right")
+    words = [m.fields["MultiheadAttention"] for m in trace.marks if m.kind == "fast-path"]
+    assert len(words) == 1
+    assert words[0].startswith("grad is enabled")
