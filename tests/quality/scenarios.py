@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,12 +17,16 @@ Body = Callable[[], object]
 
 @dataclass(frozen=True)
 class Pair:
-    """Two runs and their models."""
+    """Two runs and their models.
+
+    What is entered `around` a run is outside the recorder, which takes what it does for torch's own.
+    """
 
     left: Body
     right: Body
     models: tuple[nn.Module, nn.Module] | None = None
     integrity: str = "auto"
+    around: tuple[AbstractContextManager[object], ...] = (nullcontext(), nullcontext())
 
 
 Make = Callable[[], Pair]
@@ -90,6 +94,7 @@ def check(scenario: Scenario, folder: Path) -> None:
         model = pair.models[number] if pair.models else None
         with (
             suppress(RunError),
+            pair.around[number],
             opdrift.record(folder / name, model=model, integrity=pair.integrity),
         ):  # type: ignore[arg-type]
             body()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,7 @@ from scenarios import (
     twins,
 )
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -537,6 +539,21 @@ def an_activation_overwrites_what_the_residual_needs() -> Pair:
     )
 
 
+class Litter(TorchDispatchMode):
+    """Fresh memory holds this number. What an allocator hands out may be equal in both runs by chance."""
+
+    def __init__(self, number: float) -> None:
+        super().__init__()
+        self._number = number
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.empty.memory_format:
+            with torch._C._DisableTorchDispatch():
+                out.fill_(self._number)
+        return out
+
+
 @diverges("aten.tanh.default", cause="uninitialised")
 def half_of_a_tensor_is_never_written() -> Pair:
     def forward(m: nn.Module, x: Tensor) -> Tensor:
@@ -547,13 +564,33 @@ def half_of_a_tensor_is_never_written() -> Pair:
     models = twins(lambda: Of(forward, a=nn.Linear(8, 5)))
     x = torch.randn(40, 8)
 
-    def run(model: nn.Module, number: float) -> Tensor:
-        litter = [torch.full((40, 8), number + i) for i in range(20)]
-        del litter
-        with torch.no_grad():
-            return model(x)
+    return replace(infer(models, x), around=(Litter(1.5), Litter(70.5)))
 
-    return Pair(lambda: run(models[0], 1.5), lambda: run(models[1], 70.5), models)
+
+@diverges("aten.mul_.Tensor", cause="inplace")
+def a_result_is_scaled_in_place_after_it_was_returned() -> Pair:
+    models = twins(mlp)
+    kept: dict[bool, Tensor] = {}
+
+    def run(model: nn.Module, *, scaled: bool) -> None:
+        with torch.no_grad():
+            kept[scaled] = model(X)
+            if scaled:
+                kept[scaled].mul_(0.5)
+
+    return Pair(lambda: run(models[0], scaled=False), lambda: run(models[1], scaled=True), models)
+
+
+@agrees
+def both_runs_scale_a_result_in_place() -> Pair:
+    models = twins(mlp)
+    kept: list[Tensor] = []
+
+    def run(model: nn.Module) -> None:
+        with torch.no_grad():
+            kept.append(model(X).mul_(0.5))
+
+    return Pair(lambda: run(models[0]), lambda: run(models[1]), models)
 
 
 @diverges("2.weight", cause="race", module="2")

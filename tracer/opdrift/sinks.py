@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -14,6 +15,10 @@ from opdrift.leaves import LeafTable, match_rows
 from opdrift.pairs import DIFFERENT, Compared
 from opdrift.records import Leaf, LeafKind
 from opdrift.samples import SampleContents
+from opdrift.tracefile.reader import Ints
+
+#: How many writes of a storage are passed over on the way back to one that both runs made.
+_LOOK_BACK: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +47,7 @@ def find_sinks(compared: Compared, left: LeafTable, right: LeafTable) -> list[Si
     known = {(s.left, s.right) for s in found}
     alive = _alive(compared, left, right, only_one=not found)
     found += [s for s in alive if (s.left, s.right) not in known]
-    found += _written_since(compared, left, right, found)
+    found += _written_since(compared, left, right)
     found += _steering(compared)
     if not found:
         found = _unread(compared)
@@ -297,31 +302,39 @@ def _alive(compared: Compared, left: LeafTable, right: LeafTable, *, only_one: b
     return found
 
 
-def _written_since(
-    compared: Compared, left: LeafTable, right: LeafTable, found: Sequence[Sink]
-) -> list[Sink]:
-    """What modules returned alike in both runs, and one run alone wrote into afterwards and kept."""
-    kept = [
-        {int(c.trace.values.storage[leaf.value]): leaf.value for leaf in table.alive}
-        for c, table in ((compared.left, left), (compared.right, right))
-    ]
-    since = []
-    for sink in found:
-        if sink.kind != "output" or sink.differs or sink.left is None or sink.right is None:
-            continue
-        a = _later(compared.left, sink.left, kept[0])
-        b = _later(compared.right, sink.right, kept[1])
-        if (a is None) != (b is None):
-            values = sink.left if a is None else a, sink.right if b is None else b
-            since.append(Sink(sink.name, "output", *values, differs=True))
-    return since
+def _written_since(compared: Compared, left: LeafTable, right: LeafTable) -> list[Sink]:
+    """What one pair made and both runs kept, and one run alone wrote into once more."""
+    pairing = compared.pairing
+    before: dict[tuple[int, int], tuple[int, bool]] = {}
+    for leaf in right.alive:
+        op, slot, again = _made_in_both(compared.right, leaf.value, pairing.left_of)
+        if op >= 0:
+            before.setdefault((op, slot), (leaf.value, again))
+    found = []
+    for leaf in left.alive:
+        op, slot, again = _made_in_both(compared.left, leaf.value, pairing.right_of)
+        value, too = (
+            before.get((int(pairing.right_of[op]), slot), (None, False))
+            if op >= 0
+            else (None, False)
+        )
+        if value is not None and again != too:
+            found.append(Sink("", "alive", leaf.value, value, differs=True))
+    return found
 
 
-def _later(contents: Contents, value: int, kept: Mapping[int, int]) -> int | None:
-    """What a storage holds at the end, if it was written since it held a value; None if not, or if it is gone."""
-    columns = contents.trace.values
-    last = kept.get(int(columns.storage[value]))
-    return last if last is not None and columns.write[last] > columns.write[value] else None
+def _made_in_both(contents: Contents, value: int, partner: Ints) -> tuple[int, int, bool]:
+    """The last op with a counterpart that wrote a value's storage, which of its outputs, and whether something wrote since."""
+    states, state = contents.states, int(contents.states.of[value])
+    first = state
+    for _ in range(_LOOK_BACK):
+        op, earlier = int(states.writer[state]), int(states.before[state])
+        if op >= 0 and partner[op] >= 0:
+            return op, int(contents.root_slot[contents.value_of_state(state)]), state != first
+        if earlier < 0:
+            break
+        state = earlier
+    return -1, -1, False
 
 
 def _made(contents: Contents, value: int) -> tuple[int, int]:
