@@ -60,3 +60,31 @@ def test_an_unknown_section_is_refused():
 
     assert done.returncode == 2
     assert "no section equalty; there are equality, items" in done.stderr
+
+
+def rules(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", ROOT / "benchmarks" / "attention_rules.py", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+
+def test_the_rules_for_attention_are_held_against_torch_on_the_cpu():
+    """The script itself, where there are rules that are exact."""
+    done = rules("--device", "cpu", "--calls", "1000")
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith("; 0 disagreements\n")
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_GPU, reason="torch sees no CUDA or ROCm device")
+def test_the_rules_for_attention_are_held_against_torch_on_a_gpu():
+    """Each backend's list of conditions, asked of torch one by one."""
+    done = rules()
+
+    assert done.returncode == 0, done.stdout + done.stderr
