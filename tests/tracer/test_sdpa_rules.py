@@ -30,6 +30,7 @@ from opdrift.picks.sdpa import (
 from opdrift.picks.sdpa_calls import SdpaCall, decisive
 from opdrift.picks.sdpa_rules import choose
 from opdrift.records import Pick
+from opdrift.testing import Builder
 from opdrift.tracefile.reader import Trace
 
 # ---- CPU: the rules against torch's chooser ---------------------------------------------------------------
@@ -295,6 +296,59 @@ def test_what_a_program_asks_for_changes_the_order() -> None:
         on_gpu(), Switches(flash=False, efficient=False, cudnn=False, math=False), A100
     )
     assert (nothing.backend, nothing.raises) == (None, "RuntimeError: No available kernel")
+
+
+def on_device(op: str, *, masked: bool = False, **flags: object) -> Pick:
+    """What a trace from a GPU says of one attention op with heads of 512."""
+    build = Builder(
+        device="cuda:0",
+        flags={"cuda.capability": "9.0", "sdp.priority": [1, 2, 0, 3, 4], **flags},
+        versions={"cudnn": "91600", "cuda": "13.0"},
+    )
+    x = build.leaf("x", kind="input", shape=(2, 4, 128, 512), dtype="bfloat16")
+    mask = build.leaf("mask", kind="input", shape=(128, 128), dtype="bfloat16")
+    build.op(op, x, x, x, *([mask] if masked else []))
+    found = Picks(build.build()).of(0)
+    assert found is not None
+    return found
+
+
+def test_a_trace_from_a_gpu_says_why_the_backends_before_were_refused() -> None:
+    """fairseq2#1481's head size: cuDNN and flash refuse it, whatever the batch."""
+    found = on_device("_scaled_dot_product_efficient_attention")
+
+    assert (found.backend, found.library) == (EFFICIENT, "CUTLASS")
+    assert dict(found.refused) == {
+        CUDNN: "head sizes must be at most 256 here, not 512",
+        FLASH: "head sizes must be equal and at most 256, not 512",
+    }
+
+
+def test_a_mask_in_a_trace_from_a_gpu_is_a_reason() -> None:
+    found = on_device("_scaled_dot_product_efficient_attention", masked=True)
+
+    assert found.refused[FLASH].startswith("an attn_mask is given; also head sizes")
+
+
+def test_a_refusal_that_the_rules_do_not_know_is_said_to_be_one() -> None:
+    """Never a guess: torch refused cuDNN, and no rule says why."""
+    small = Operand((2, 4, 128, 64), 1, "bfloat16")
+    call = SdpaCall(Facts(small, small, small, device="cuda"), Switches(order=CUDNN_FIRST), H100)
+
+    assert call.refused_before(FLASH) == {
+        CUDNN: "torch refused it, for a reason that the trace does not hold"
+    }
+
+
+@pytest.mark.parametrize(
+    "flags", [{"cuda.capability": None}, {"sdp.priority": [9, 0]}], ids=["gpu", "order"]
+)
+def test_what_is_not_known_of_a_gpu_is_not_guessed(flags: dict[str, object]) -> None:
+    """A trace that does not name the GPU, or an order of backends from a torch to come."""
+    found = on_device("_scaled_dot_product_efficient_attention", **flags)
+
+    assert found.backend == EFFICIENT
+    assert dict(found.refused) == {}
 
 
 # ---- what changed the choice --------------------------------------------------------------------------------

@@ -45,6 +45,9 @@ _ARGUMENTS: Final[dict[str, tuple[str, ...]]] = {
     "embedding": ("weight", "indices"),
     "native_layer_norm": ("input", "normalized_shape", "weight", "bias", "eps"),
     "_scaled_dot_product_flash_attention_for_cpu": ("query", "key", "value"),
+    "_scaled_dot_product_flash_attention": ("query", "key", "value"),
+    "_scaled_dot_product_efficient_attention": ("query", "key", "value", "attn_bias"),
+    "_scaled_dot_product_cudnn_attention": ("query", "key", "value", "attn_bias"),
     "copy_": ("self", "src"),
 }
 _VIEWS: Final = frozenset(
@@ -113,6 +116,7 @@ class Builder:
         flags: Flags of the header, besides the defaults.
         variables: Environment variables of the header.
         versions: Versions of the header, besides the defaults.
+        device: Where all tensors are, as `cuda:0`.
         fingerprint: Kind of the fingerprints.
         complete: False leaves out the footer, as after a kill.
         exception: What the body of the `with` raised.
@@ -125,6 +129,7 @@ class Builder:
         flags: Mapping[str, Any] | None = None,
         variables: Mapping[str, str] | None = None,
         versions: Mapping[str, str] | None = None,
+        device: str = "cpu",
         fingerprint: str = "tfp1",
         complete: bool = True,
         exception: str | None = None,
@@ -136,7 +141,7 @@ class Builder:
             label=label,
             created="2026-01-01T00:00:00+00:00",
             torch="2.13.0",
-            device="cpu",
+            device=device,
             rank=rank,
             world_size=None if rank is None else 2,
             program=("hand",),
@@ -148,6 +153,7 @@ class Builder:
             start_unix_ns=0,
             start_ns=0,
         )
+        self._device = device
         self._complete = complete
         self._exception = exception
         self._values: list[_Value] = []
@@ -501,7 +507,7 @@ class Builder:
 
     def _meta(self, value: int) -> int:
         v = self._values[value - 1]
-        return self._intern("meta", json.dumps([v.shape, v.stride, v.dtype, "cpu"]))
+        return self._intern("meta", json.dumps([v.shape, v.stride, v.dtype, self._device]))
 
     def _intern(self, kind: str, text: str) -> int:
         found = self._names.get((kind, text))
