@@ -402,6 +402,20 @@ def flash_against_math_and_a_fault_right_behind() -> Runs:
 
 
 @scenario
+def flash_against_math_and_a_fault_in_the_product_that_reads_it() -> Runs:
+    """Flash returns a transposed view, math a copy of one: the same elements in another order in memory."""
+    return replace(flash_against_math(), fault=("aten.addmm.default", 3))
+
+
+@scenario
+def math_against_flash_and_a_fault_in_the_last_product_that_reads_it() -> Runs:
+    runs = flash_against_math()
+    models = runs.models[::-1]
+    fault = ("aten.addmm.default", -4)
+    return replace(runs, left=runs.right, right=runs.left, models=models, fault=fault)
+
+
+@scenario
 def flash_against_math_causal_grouped_bfloat16() -> Runs:
     def grouped(m: nn.Module, x: Tensor) -> Tensor:
         b, t, d = x.shape

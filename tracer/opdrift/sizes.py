@@ -11,6 +11,7 @@ import numpy as np
 from opdrift.bounds import Bound, explained, precision_of
 from opdrift.case import Case, Side
 from opdrift.compare import Difference, difference
+from opdrift.orders import same_order
 from opdrift.origins.kinds import draws
 from opdrift.origins.model import Origin
 
@@ -91,6 +92,11 @@ def measure(case: Case, left: int, right: int) -> Difference | None:
     """The difference of two values, None where one of them was not fingerprinted."""
     a, b = case.left.fingerprint(left), case.right.fingerprint(right)
     if a is None or b is None:
+        both = None
+        if not case.by_sample:  # the whole batch's fingerprint says nothing of one sample
+            both = same_order(case.left.contents, left, case.right.contents, right)
+        if both is not None:
+            return difference(*both)
         # two views that lie alike in storages whose contents are known: the storages' difference
         a, b = case.left.nearest_fingerprint(left), case.right.nearest_fingerprint(right)
         alike = case.left.contents.lies(left) == case.right.contents.lies(right)
@@ -154,7 +160,7 @@ def _op_size(case: Case, origin: Origin, found: Difference | None) -> Size:
     if found.nonfinite_changed or _whole_numbers(case.left, origin.values.left):
         return Size(found, bound, 0.0, material=True)
     same = same_kernel(case, op.left, op.right)
-    limit = bound.limit(same_kernel=same, sparsity=found.sparsity)
+    limit = bound.limit(same_kernel=same, few=found.few)
     if bound.cannot_judge:
         return Size(found, bound, limit, material=False, same_kernel=same)
     return Size(found, bound, limit, found.relative > limit, same)
