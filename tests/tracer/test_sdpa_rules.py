@@ -351,6 +351,15 @@ def test_what_is_not_known_of_a_gpu_is_not_guessed(flags: dict[str, object]) -> 
     assert dict(found.refused) == {}
 
 
+def test_an_order_that_could_not_be_read_is_taken_for_the_default() -> None:
+    """The getter raised; the trace says so in place of a list."""
+    found = on_device(
+        "_scaled_dot_product_efficient_attention", **{"sdp.priority": "unreadable: RuntimeError"}
+    )
+
+    assert set(found.refused) == {CUDNN, FLASH}
+
+
 # ---- what changed the choice --------------------------------------------------------------------------------
 
 

@@ -138,6 +138,7 @@ class SdpaCalls:
     def _call(self, facts: Facts, seq: int) -> SdpaCall:
         flag = self._settings.before(seq)
         strict = flag("deterministic_algorithms", False) is True
+        tried = flag("sdp.priority", None)
         switches = Switches(
             flash=flag("sdp.flash", True) is not False,
             efficient=flag("sdp.mem_efficient", True) is not False,
@@ -145,7 +146,7 @@ class SdpaCalls:
             math=flag("sdp.math", True) is not False,
             fa3=flag("sdp.fa3", False) is True,
             deterministic=strict and flag("deterministic_algorithms_warn_only", False) is not True,
-            order=tuple(flag("sdp.priority", DEFAULT_ORDER)),
+            order=tuple(tried) if isinstance(tried, list | tuple) else DEFAULT_ORDER,
         )
         return SdpaCall(
             facts,
