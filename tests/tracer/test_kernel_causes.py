@@ -119,3 +119,20 @@ def test_the_fast_path_of_multihead_attention_is_told_with_torchs_words(tmp_path
     words = [m.fields["MultiheadAttention"] for m in trace.marks if m.kind == "fast-path"]
     assert len(words) == 1
     assert words[0].startswith("grad is enabled")
+
+
+def test_attention_that_the_program_writes_out_is_not_pinned_by_switches(tmp_path: Path) -> None:
+    """No setting of torch makes it another kernel; the advice is to write both alike."""
+
+    class Written(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            weights = (q.sin() @ k.transpose(-1, -2) / 8**0.5).softmax(-1)
+            return weights @ v * 2
+
+    found = compared(tmp_path, attend(), lambda: torch.no_grad()(Written())(Q, K, V))
+
+    assert found.verdict == "rounding"
+    assert "left ran FLASH_ATTENTION; right ran attention written out in ops" in said(found)
+    assert found.first is not None
+    assert "attn_implementation" in found.first.cause.try_
+    assert "sdpa_kernel" not in found.first.cause.try_

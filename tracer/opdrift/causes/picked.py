@@ -19,6 +19,10 @@ _PIN_ATTENTION: Final = (
     "Pin the backend on both sides, to one that every call can run: with"
     " torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH): ..."
 )
+_PIN_PROGRAM: Final = (
+    "Let both sides compute attention in one way: call scaled_dot_product_attention in both, or neither (in"
+    " transformers attn_implementation='sdpa' or 'eager')"
+)
 PIN_FAST_PATH: Final = "Pin the path on both sides: torch.backends.mha.set_fastpath_enabled(False)"
 PADDED: Final = " Padded rows are zeros on the fast path of nn.TransformerEncoder: compare valid positions only."
 _PIN_ONEDNN: Final = "Pin the library on both sides: torch.backends.mkldnn.flags(enabled=False), or the same batch size and dtype"
@@ -149,9 +153,14 @@ def _named(pick: Pick) -> str:
         return pick.backend
     if _is_routine(pick):
         return told(pick)
-    if pick.reason is not None and pick.reason.startswith("the fast path"):
+    if pick.reason is not None and (_written_out(pick) or pick.reason.startswith("the fast path")):
         return pick.reason
-    return f"{pick.library}'s attention" if pick.name.count(".") > 1 else f"{pick.name} of its own"
+    return f"attention of {pick.library}" if pick.library else pick.name
+
+
+def _written_out(pick: Pick) -> bool:
+    """Whether the program computes attention in ops of its own, which no switch of torch's changes."""
+    return pick.name == "eager attention"
 
 
 def _is_routine(pick: Pick) -> bool:
@@ -165,6 +174,8 @@ def _pin(left: Pick, right: Pick) -> str:
         p.backend is None and not _is_routine(p) and "fast path" in (p.reason or "") for p in both
     ):
         return PIN_FAST_PATH
+    if any(_written_out(p) for p in both):
+        return _PIN_PROGRAM
     if any(p.backend is not None for p in both):
         return _PIN_ATTENTION
     return _PIN_ONEDNN if left.library != right.library else _SAME_SIZE
