@@ -701,9 +701,9 @@ def test_few_changed_elements_are_held_to_the_tight_bound_in_16_bits(
     bad.view(-1)[element] *= -1
     bound = explained(view)
     assert bound.tight < relative(good, bad) < bound.loose
-    assert bound.limit(same_kernel=False, sparsity=1.0) == bound.tight
-    assert bound.limit(same_kernel=False, sparsity=20.0) == bound.loose
-    assert bound.limit(same_kernel=True, sparsity=20.0) == bound.tight
+    assert bound.limit(same_kernel=False, few=True) == bound.tight
+    assert bound.limit(same_kernel=False, few=False) == bound.loose
+    assert bound.limit(same_kernel=True, few=False) == bound.tight
 
 
 def test_cancellation_cannot_be_judged_by_size(tmp_path: Path) -> None:

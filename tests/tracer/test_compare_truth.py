@@ -7,14 +7,16 @@ from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from opdrift import tfp1  # noqa: E402
 from opdrift.compare import Difference, difference, is_cast  # noqa: E402
 from opdrift.fingerprint import load_engine  # noqa: E402
-from opdrift.tracefile.reader import Fingerprint, decode_sketch  # noqa: E402
+from opdrift.tracefile.reader import Fingerprint, FingerprintColumns  # noqa: E402
+from opdrift.tracefile.schema import TABLES  # noqa: E402
+from opdrift.tracefile.writer import fingerprint_columns  # noqa: E402
 
 Array = npt.NDArray[np.float64]
 ENGINE = load_engine()
@@ -24,18 +26,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 
 def stored(tensor: torch.Tensor) -> Fingerprint:
     """What a trace holds of a tensor's fingerprint."""
-    row = ENGINE.fingerprint(tensor)
-    n, code = int(row["n"]), int(row["code"])
-    sketch = row["sketch"]
-    if tfp1.Code(code).bytes >= 4:
-        sketch = sketch.reshape(32, 8)[:, 3:].copy()
-    return Fingerprint(
-        int(row["raw"]), n, code,
-        *(float(row[name]) for name in ("min", "max", "absmax", "sum", "ssq")),
-        *(int(row[name]) for name in ("nan", "pinf", "ninf", "zero", "sub")),
-        sketch=None if n <= 32 else decode_sketch(sketch.tobytes()),
-        sample=row["sample"][: min(n, 32)].copy(),
-    )  # fmt: skip
+    rows = np.zeros(1, ENGINE.ROW)
+    rows[0] = ENGINE.fingerprint(tensor)
+    schema = TABLES["tensors"]
+    columns = zip(fingerprint_columns(rows), schema.types, strict=True)
+    table = pa.table([pa.array(c).cast(kind) for c, kind in columns], schema=schema)
+    return FingerprintColumns(table)[0]
 
 
 def content(make: np.random.Generator, shape: tuple[int, ...]) -> Array:
@@ -76,7 +72,7 @@ CHANGES: dict[str, Change] = {
 
 
 def trials(
-    change: str, left: str, right: str, *, sketch: bool, count: int = 80
+    change: str, left: str, right: str, *, sketch: bool, count: int = 120
 ) -> list[tuple[float, Difference]]:
     """True relative differences, and what was found."""
     make = np.random.default_rng(len(change))

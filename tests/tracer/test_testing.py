@@ -138,7 +138,7 @@ def test_large_contents_have_a_sketch():
 
     assert found is not None
     assert found.sketch is not None
-    assert len(found.sketch) == 32
+    assert len(found.sketch) == 16
     # (e) of the specification: the norm of the sketch estimates that of the content
     assert np.linalg.norm(found.sketch) == pytest.approx(found.ssq**0.5, rel=0.4)
 

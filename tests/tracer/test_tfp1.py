@@ -161,8 +161,8 @@ def test_the_sketch_bucket_narrows_the_search_to_its_components(width):
     offset = tfp1.digits(index, width)
     right = tfp1.compose([(delta, offset)])
     digits = tfp1.digits(n, width)
-    bucket = tfp1.sketch_slot(index)[0] % tfp1.stored_buckets(width)
-    other = (bucket + 1) % tfp1.stored_buckets(width)
+    bucket = tfp1.sketch_slot(index)[0] % tfp1.stored_buckets(width, n)
+    other = (bucket + 1) % tfp1.stored_buckets(width, n)
 
     assert tfp1.locate_single_change(0, right, digits, width) is None
     assert tfp1.locate_single_change(0, right, digits, width, bucket=bucket) == SingleChange(

@@ -40,7 +40,14 @@ _EPSILON: Final = {
 
 #: Buckets are stored with 28 bits after the leading one (components of 4 bytes and more) or as
 #: float32, so a difference smaller than this part of the norm is lost in the storing.
-_FLOOR: Final = {32: 2.0**-28, 64: 2.0**-24}
+_DOUBLE_FLOOR: Final = 2.0**-28
+_FLOAT_FLOOR: Final = 2.0**-24
+
+#: Participation ratio below which few elements changed. Of 32 buckets a dense difference has a lower one twice in
+#: 100,000 times; of 16 buckets it is below 3 in 1.2 of 100, below 2.25 in 1.5 of 1,000 (a million normal draws).
+_FEW: Final = 3.0
+_FEW_OF_16: Final = 2.25
+_MANY: Final = 32
 
 #: Sums of two implementations agree to this part of the norm (decision 4); a bound must not be made of less.
 _AGREEMENT: Final = 1e-9
@@ -76,6 +83,7 @@ class Difference:
         ulp: The same in units in the last place of the coarser of the two types; None for integers.
         sparsity: Participation ratio of the bucket differences: about 1 for one changed element,
             a third of the buckets for a dense change. None where no sketch was recorded.
+        few: The sketches say that the difference is in a few elements, or in a few buckets by their order.
         changed_index: The one element that changed, if exactly one did.
         changed_bits: Mask of the bits that changed in it; None where they are not known.
         how: How `relative` was obtained.
@@ -108,6 +116,7 @@ class Difference:
     pinf: Sides[int] = Sides(0, 0)
     ninf: Sides[int] = Sides(0, 0)
     nonfinite_moved: bool = False
+    few: bool = False
 
     @property
     def nonfinite_changed(self) -> bool:
@@ -183,7 +192,7 @@ def is_cast(source: Fingerprint, result: Fingerprint) -> bool | None:
         return False  # rounding keeps the order, so the largest number is still it
     # An element is off by up to half a unit, a bucket by that of n / K elements of random signs, and of the
     # largest one in full.
-    roundoff = _ROUNDOFF.get(Code(result.code), 0.0) + _FLOOR[64]
+    roundoff = _ROUNDOFF.get(Code(result.code), 0.0) + _FLOAT_FLOOR
     spread = _SIGMAS / math.sqrt(len(buckets))
     off = roundoff * (source.absmax + spread * norm)
     off += (
@@ -210,7 +219,7 @@ def describe(difference: Difference) -> str:
     if difference.changed_index is not None:
         parts += ["one element", f"index {difference.changed_index}"]
         parts += _bits_in_words(difference)
-    elif difference.sparsity is not None and difference.sparsity < 3:
+    elif difference.few:
         parts.append("a few elements")
     parts.append(_size_in_words(difference))
     parts += _nonfinite_in_words(difference)
@@ -326,12 +335,13 @@ def _sketched(left: Fingerprint, right: Fingerprint, base: Difference) -> Differ
     norm, guessed = _norm(left)
     relative = _ratio(size, norm)
     sparsity = _participation(buckets / size) if size > 0 else None
-    floor = max(_FLOOR[len(side.sketch)] for side in (left, right) if side.sketch is not None)
+    floor = max(map(_floor, (left, right)))
     return replace(
         base,
         absolute_l2=size,
         relative=relative,
         sparsity=sparsity,
+        few=sparsity is not None and sparsity < (_FEW if len(buckets) >= _MANY else _FEW_OF_16),
         how="sketch",
         uncertainty=_sketch_uncertainty(relative, sparsity, floor, guessed=guessed),
         caveat=_sketch_caveat(relative, floor, guessed=guessed),
@@ -354,7 +364,7 @@ def _sketch_uncertainty(
     A difference that is spread evenly over K buckets has a deviation of 1/sqrt(2K) (Charikar, Chen and
     Farach-Colton, 2002, for the sketch). One that falls into few of them, as a column does, has that of few
     buckets: how many, the participation ratio says. It is at most K, and K/3 for a dense change, so that this is
-    more than the deviation of most differences. Measured: twice this holds for 96 of 100 or more (noise, scaling,
+    more than the deviation of most differences. Measured: twice this holds for 95 of 100 or more (noise, scaling,
     offsets, rows, columns, permutations, rounding; tests/tracer/test_compare_truth.py).
     """
     if math.isinf(relative):
@@ -380,9 +390,8 @@ def _bucket_differences(left: Fingerprint, right: Fingerprint) -> Doubles | None
     """Left minus right, bucket by bucket; None where a sketch is missing or overflowed."""
     if left.sketch is None or right.sketch is None:
         return None
-    a, b = left.sketch, right.sketch
-    if len(a) != len(b):
-        a, b = _folded(a), _folded(b)
+    buckets = min(len(left.sketch), len(right.sketch))
+    a, b = _folded(left.sketch, buckets), _folded(right.sketch, buckets)
     if not (np.isfinite(a).all() and np.isfinite(b).all()):
         return None
     with np.errstate(over="ignore"):
@@ -390,9 +399,14 @@ def _bucket_differences(left: Fingerprint, right: Fingerprint) -> Doubles | None
     return found if np.isfinite(found).all() else None
 
 
-def _folded(sketch: Doubles) -> Doubles:
-    """64 buckets as 32: the fold is the sum of the halves."""
-    return sketch[:32] + sketch[32:] if len(sketch) == 64 else sketch
+def _floor(side: Fingerprint) -> float:
+    return _FLOAT_FLOOR if Code(side.code).bytes < 4 else _DOUBLE_FLOOR
+
+
+def _folded(sketch: Doubles, buckets: int) -> Doubles:
+    """A sketch with fewer buckets: a fold is the sum of the halves, and so on."""
+    found: Doubles = sketch.reshape(-1, buckets).sum(0)
+    return found
 
 
 def _estimated(left: Fingerprint, right: Fingerprint, base: Difference) -> Difference:
@@ -508,7 +522,7 @@ def _single_change(left: Fingerprint, right: Fingerprint, found: Difference) -> 
         ulp = float(abs(change.delta) << shift) if same_sign and counts else None
     if found.how == "sketch" and left.sketch is not None and found.relative is not None:
         # what falls into one bucket alone is not estimated: only the storing rounds it
-        uncertainty = _FLOOR[len(left.sketch)] * (1 + found.relative)
+        uncertainty = _floor(left) * (1 + found.relative)
         found = replace(found, max_abs=found.absolute_l2, uncertainty=uncertainty)
     return replace(
         found,
@@ -546,7 +560,9 @@ def _changed_bucket(left: Fingerprint, right: Fingerprint) -> tuple[bool, int | 
         few = alike and np.count_nonzero(left.sample != right.sample) <= 1
         return bool(few), None, _BLIND_SEARCH_LIMIT
     # Buckets that hold no changed element are equal to the bit; NaN stands for overflow on both sides.
-    changed = np.flatnonzero(left.sketch != right.sketch)
+    # (Traces of earlier versions hold more buckets of small contents.)
+    buckets = tfp1.stored_buckets(Code(left.code).bytes, left.n)
+    changed = np.flatnonzero(_folded(left.sketch, buckets) != _folded(right.sketch, buckets))
     if not len(changed):
         return True, None, _SEARCH_LIMIT
     return len(changed) == 1, int(changed[0]), _SEARCH_LIMIT

@@ -32,6 +32,8 @@ SAMPLE_SEED: Final = 0x7466703170736E00
 CHUNK_SEED: Final = 0x74660000
 SAMPLES: Final = 32
 SKETCH_BUCKETS: Final = 64
+FOLDED_BELOW: Final = 4096
+"""Contents of fewer components are stored with half of their buckets."""
 ROW_LANES: Final = 64
 """The sketch and the sums work on rows of 64 components; 64 rows are a chunk."""
 
@@ -202,12 +204,17 @@ def sketch_slot(index: int) -> tuple[int, int]:
     return lane ^ xor, -1 if signs >> lane & 1 else 1
 
 
-def stored_buckets(component_bytes: int) -> int:
-    """Buckets of a stored sketch: 64 in float32, or 32 in float64 for components of 4 and 8 bytes.
+def row_buckets(component_bytes: int) -> int:
+    """Buckets of a sketch as it is computed: 64 in float32, or 32 in float64 for components of 4 and 8 bytes."""
+    return 32 if component_bytes >= 4 else 64
+
+
+def stored_buckets(component_bytes: int, n: int) -> int:
+    """Buckets of a stored sketch: half of them, the halves added, where it would be most of a small content's record.
 
     The stored bucket of a component is `sketch_slot(index)[0] % stored_buckets(...)`.
     """
-    return 32 if component_bytes >= 4 else 64
+    return row_buckets(component_bytes) // (2 if n < FOLDED_BELOW else 1)
 
 
 def sample_positions(n: int) -> tuple[int, ...]:
@@ -326,14 +333,13 @@ def locate_single_change(
     difference = (raw_right - raw_left) % P
     per_component = digits_per_component(component_bytes)
     n = digits // per_component
-    lanes = ROW_LANES if bucket is None else SKETCH_BUCKETS // stored_buckets(component_bytes)
+    buckets = stored_buckets(component_bytes, n)
+    lanes = ROW_LANES if bucket is None else SKETCH_BUCKETS // buckets
     tried = -(-n // ROW_LANES) * lanes * per_component
     bound = 1 << min(8 * component_bytes, 32)
     if difference == 0 or tried > limit or tried * 2 * bound > P // 1000:
         return None
-    found = list(
-        _small_deltas(difference, n, per_component, bound, bucket, stored_buckets(component_bytes))
-    )
+    found = list(_small_deltas(difference, n, per_component, bound, bucket, buckets))
     return found[0] if len(found) == 1 else None
 
 

@@ -69,12 +69,11 @@ class Bound:
     exact: bool
     cannot_judge: bool
 
-    def limit(self, *, same_kernel: bool, sparsity: float | None) -> float:
+    def limit(self, *, same_kernel: bool, few: bool) -> float:
         """The bound that counts: the tight one for the same kernel, or where only a few elements changed.
 
         An intermediate rounded to 16 bits touches many elements, never a few (1,460 pairs).
         """
-        few = sparsity is not None and sparsity < 3
         return self.tight if same_kernel or few else self.loose
 
 

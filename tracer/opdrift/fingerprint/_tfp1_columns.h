@@ -8,6 +8,7 @@ enum {
     NUMBERS = 12, /* of 8 bytes, at the beginning of a row: raw, n, the statistics */
     NUMBER_GAP = 8,    /* else columns of 2048 rows would fall into the same lines of the cache */
     WIDE_BUCKET_BYTES = 5,
+    FOLDED_BELOW = 4096, /* opdrift/tfp1.py */
 };
 
 /* Where the columns go. Sketches and samples are bytes of any length: offset i is where that of row i
@@ -24,21 +25,33 @@ typedef struct {
 
 _Static_assert(offsetof(Row, sub) == 8 * (NUMBERS - 1), "the numbers are the beginning of a row");
 
-/* A sketch as it is stored: doubles cut to their upper 40 bits, rounded; floats as they are. */
+/* A sketch as it is stored: doubles cut to their upper 40 bits, rounded; floats as they are. That of a small
+ * content is folded: its halves added. */
 static int store_sketch(const Row *row, int bytes, uint8_t *to) {
     if (row->n <= SAMPLES)
         return 0; /* the sample is the whole content */
+    int folded = row->n < FOLDED_BELOW;
     if (bytes < 4) {
-        memcpy(to, row->sketch.narrow, sizeof row->sketch.narrow);
-        return sizeof row->sketch.narrow;
+        int buckets = folded ? 32 : 64;
+        for (int bucket = 0; bucket < buckets; bucket++) {
+            float sum = row->sketch.narrow[bucket];
+            if (folded)
+                sum += row->sketch.narrow[bucket + 32];
+            memcpy(to + sizeof sum * bucket, &sum, sizeof sum);
+        }
+        return buckets * (int)sizeof(float);
     }
-    for (int bucket = 0; bucket < 32; bucket++) {
+    int buckets = folded ? 16 : 32;
+    for (int bucket = 0; bucket < buckets; bucket++) {
+        double sum = row->sketch.wide[bucket];
+        if (folded)
+            sum += row->sketch.wide[bucket + 16];
         uint64_t bits;
-        memcpy(&bits, &row->sketch.wide[bucket], sizeof bits);
+        memcpy(&bits, &sum, sizeof bits);
         bits = (bits + (1 << 23)) >> 24;
         memcpy(to + WIDE_BUCKET_BYTES * bucket, &bits, WIDE_BUCKET_BYTES);
     }
-    return 32 * WIDE_BUCKET_BYTES;
+    return buckets * WIDE_BUCKET_BYTES;
 }
 
 #define PACK(TYPE)                                                                                 \

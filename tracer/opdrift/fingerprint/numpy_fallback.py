@@ -24,9 +24,9 @@ from opdrift.tfp1 import (
     digits_per_component,
     fp8_smallest_normal,
     fp8_values,
+    row_buckets,
     sample_positions,
     splitmix64,
-    stored_buckets,
 )
 
 _CHUNK: Final = 4096
@@ -200,7 +200,7 @@ def _write_statistics(row: np.void, data: Bytes, kind: int, code: Code) -> None:
     row["absmax"] = max(abs(low), abs(high)) if low <= high else 0.0
     row["sum"], row["ssq"] = total, squares
     row["flags"] |= HAS_STATISTICS | HAS_SKETCH
-    if stored_buckets(code.bytes) == 32:
+    if row_buckets(code.bytes) == 32:
         row["sketch"][:] = (sketch[:32] + sketch[32:]).view(np.uint8)
     else:
         row["sketch"][:] = sketch.astype(np.float32).view(np.uint8)

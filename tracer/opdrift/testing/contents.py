@@ -142,7 +142,8 @@ def _sketch(numbers: Array, code: tfp1.Code) -> bytes:
     buckets, signs = _slots(len(numbers))
     sums = np.zeros(64)
     np.add.at(sums, buckets, signs * np.where(np.isfinite(numbers), numbers, 0.0))
+    kept = tfp1.stored_buckets(code.bytes, len(numbers))
+    folded: Array = sums.reshape(-1, kept).sum(0)
     if code.bytes < 4:
-        return sums.astype("<f4").tobytes()
-    folded = (sums[:32] + sums[32:]).astype("<f8")
-    return folded.view(np.uint8).reshape(32, 8)[:, 3:].tobytes()
+        return bytes(folded.astype("<f4").tobytes())
+    return bytes(folded.astype("<f8").view(np.uint8).reshape(kept, 8)[:, 3:].tobytes())

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast, overload
+from typing import Any, Final, cast, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -34,8 +34,8 @@ from opdrift.tfp1 import Code
 from opdrift.tracefile.axes import Extents
 from opdrift.tracefile.samples import Followed, SampleTable
 from opdrift.tracefile.schema import (
-    SKETCH_NARROW_BYTES,
-    SKETCH_WIDE_BYTES,
+    BUCKET_NARROW_BYTES,
+    BUCKET_WIDE_BYTES,
 )
 from opdrift.tracefile.stored import StoredRows
 
@@ -114,7 +114,7 @@ class ValueColumns:
 class Fingerprint:
     """The tfp1 record of one value (notes/fingerprint section 7).
 
-    `sketch` has 32 (components of 4 bytes and more) or 64 buckets; None for at most 32 components,
+    `sketch` has `tfp1.stored_buckets` buckets; None for at most 32 components,
     whose `sample` (component bits, zero-extended) is the whole content. `fp8` is the dtype of code 4, which
     stands for several formats; empty for other codes, and where it is not known.
     """
@@ -221,13 +221,21 @@ class FingerprintColumns:
 
 def decode_sketch(data: bytes) -> npt.NDArray[np.float64] | None:
     """The buckets of a stored sketch; None where none was stored."""
-    if len(data) == SKETCH_WIDE_BYTES:
-        cut = np.zeros((32, 8), np.uint8)
-        cut[:, 3:] = np.frombuffer(data, np.uint8).reshape(32, 5)
-        return cut.view("<f8").reshape(32).astype(np.float64)
-    if len(data) == SKETCH_NARROW_BYTES:
+    buckets = _BUCKETS_OF.get(len(data))
+    if buckets is None:
+        return None
+    if len(data) == buckets * BUCKET_NARROW_BYTES:
         return np.frombuffer(data, "<f4").astype(np.float64)
-    return None
+    cut = np.zeros((buckets, 8), np.uint8)
+    cut[:, 8 - BUCKET_WIDE_BYTES :] = np.frombuffer(data, np.uint8).reshape(buckets, -1)
+    return cut.view("<f8").reshape(buckets).astype(np.float64)
+
+
+#: Length of a stored sketch -> its buckets.
+_BUCKETS_OF: Final = {
+    **{n * BUCKET_WIDE_BYTES: n for n in (16, 32)},
+    **{n * BUCKET_NARROW_BYTES: n for n in (32, 64)},
+}
 
 
 def _decode_sample(data: bytes, width: int) -> npt.NDArray[np.uint64]:

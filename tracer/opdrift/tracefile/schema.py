@@ -121,11 +121,11 @@ TABLES: Final[dict[str, pa.Schema]] = {
     ),
 }
 
-#: Bytes of a stored sketch: 32 doubles cut to their upper 40 bits for components of 4 bytes and more
-#: (relative error 2e-9), 64 float32 for narrower ones; none for tensors of at most 32 components,
-#: whose sample is their whole content (notes: recorder, Q7).
-SKETCH_WIDE_BYTES: Final = 160
-SKETCH_NARROW_BYTES: Final = 256
+#: Bytes of a stored bucket: a double cut to its upper 40 bits for components of 4 bytes and more (relative
+#: error 2e-9), a float32 for narrower ones. How many there are says `tfp1.stored_buckets`; none for tensors of
+#: at most 32 components, whose sample is their whole content (notes: recorder, Q7).
+BUCKET_WIDE_BYTES: Final = 5
+BUCKET_NARROW_BYTES: Final = 4
 SAMPLES: Final = 32
 #: Samples of a batch from this number on have no sketch: statistics and a few components must do.
 SKETCHED_SAMPLES: Final = 64

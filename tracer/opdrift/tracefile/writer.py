@@ -19,8 +19,11 @@ import pyarrow as pa
 import pyarrow.ipc as ipc
 
 from opdrift.errors import TraceExistsError, TraceNotWritableError
+from opdrift.tfp1 import FOLDED_BELOW
 from opdrift.tracefile.lock import hold, is_held
 from opdrift.tracefile.schema import (
+    BUCKET_NARROW_BYTES,
+    BUCKET_WIDE_BYTES,
     CHECKS,
     FOOTER,
     HEADER,
@@ -256,14 +259,25 @@ def _fingerprints(rows: npt.NDArray[Any], sketched: npt.NDArray[Any] | None = No
 
 
 def _sketches(rows: npt.NDArray[Any], width: npt.NDArray[Any], count: npt.NDArray[Any]) -> pa.Array:
-    """Doubles cut to 40 bits, rounded; none where the sample is the whole content."""
+    """Doubles cut to 40 bits, rounded; few buckets for small contents, none where the sample is everything."""
     sketch = np.ascontiguousarray(rows["sketch"])
-    wide = width >= 4
-    bits = (sketch.view(np.uint64).reshape(len(rows), 32) + _UPPER_40) >> _DROPPED
-    cut = bits.view(np.uint8).reshape(len(rows), 32, 8)[:, :, :5].reshape(len(rows), 160)
-    packed = sketch.view(np.uint8).reshape(len(rows), 256).copy()
-    packed[wide, :160] = cut[wide]
-    return _binary(packed, np.where(count > 32, np.where(wide, 160, 256), 0))
+    wide, small = width >= 4, count < FOLDED_BELOW
+    doubles = _folded(sketch.view(np.float64).reshape(len(rows), 32), small)
+    bits = (doubles.view(np.uint64) + _UPPER_40) >> _DROPPED
+    cut = bits.view(np.uint8).reshape(len(rows), 32, 8)[:, :, :BUCKET_WIDE_BYTES]
+    packed = _folded(sketch.view(np.float32).reshape(len(rows), 64), small).view(np.uint8)
+    packed[wide, : 32 * BUCKET_WIDE_BYTES] = cut.reshape(len(rows), 32 * BUCKET_WIDE_BYTES)[wide]
+    length = np.where(wide, 32 * BUCKET_WIDE_BYTES, 64 * BUCKET_NARROW_BYTES)
+    return _binary(packed, np.where(count > 32, np.where(small, length // 2, length), 0))
+
+
+def _folded(buckets: npt.NDArray[Any], small: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Rows of buckets, with those of small contents folded into their first half."""
+    found, half = buckets.copy(), buckets.shape[1] // 2
+    # bits of another type are read as doubles and as floats here, and thrown away
+    with np.errstate(all="ignore"):
+        found[small, :half] += found[small, half:]
+    return found
 
 
 def _samples(rows: npt.NDArray[Any], width: npt.NDArray[Any], count: npt.NDArray[Any]) -> pa.Array:
