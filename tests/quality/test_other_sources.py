@@ -89,11 +89,58 @@ def test_a_mask_that_hides_in_one_run_only_is_named_at_the_op_that_hides(
             lambda x, hidden: (x + x).softmax(-1),
             "inplace",
         ),
+        (
+            lambda x, hidden: x.masked_fill(hidden, float("-inf")).softmax(-1),
+            lambda x, hidden: x.bfloat16().float().masked_fill(hidden, float("-inf")).softmax(-1),
+            "dtype",
+        ),
     ],
-    ids=["an op before the mask", "no mask is added", "nothing is hidden in place"],
+    ids=[
+        "an op before the mask",
+        "no mask is added",
+        "nothing is hidden in place",
+        "scores are cast before the mask",
+    ],
 )
 def test_what_hides_nothing_is_no_mask(tmp_path: Path, left: Body, right: Body, slug: str):
     """The same changes beside a mask, or where there is none."""
     first = first_of(tmp_path, left, right)
 
     assert first.cause.slug == slug
+
+
+def test_a_scale_before_another_does_not_take_its_place(tmp_path: Path):
+    """Both multiply the same tensor, and only one of them with the number that the left run multiplies with."""
+    first = first_of(
+        tmp_path, lambda x, _: (x * 3.0).softmax(-1), lambda x, _: (x * 1.5 * 3.0).softmax(-1)
+    )
+
+    assert first.cause.slug == "structure"
+
+
+def test_another_scale_is_the_same_op_with_other_arguments(tmp_path: Path):
+    """No op of the right run has the arguments of the left one."""
+    first = first_of(
+        tmp_path, lambda x, _: (x * 3.0).softmax(-1), lambda x, _: (x * 1.5).softmax(-1)
+    )
+
+    assert first.cause.slug == "op-args"
+
+
+def test_a_write_into_a_tensor_from_before_the_run_is_told_without_its_name(tmp_path: Path):
+    """It has none: nothing but its content says that both runs have it."""
+    target = torch.ones(5, 5), torch.ones(5, 5)
+
+    def run(x: Tensor, y: Tensor, *, write: bool) -> Tensor:
+        loss = (x - y).sum()
+        if write:
+            y.mul_(2.0)
+        return loss + (x * y).sum()
+
+    first = first_of(
+        tmp_path,
+        lambda x, _: run(x, target[0], write=False),
+        lambda x, _: run(x, target[1], write=True),
+    )
+
+    assert (first.op, first.cause.slug) == ("aten.mul_.Tensor", "inplace")

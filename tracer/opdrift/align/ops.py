@@ -111,17 +111,30 @@ def within_scopes(pairs: Pairs, home: tuple[Ints, Ints], calls: Ints) -> None:
 
 
 def _in_order(pairs: Pairs, a: Ints, b: Ints) -> None:
-    """Pair two lists of ops of one scope: by result, by what feeds them, then by name."""
+    """Pair two lists of ops of one scope: by result, by what feeds them, then by name.
+
+    What feeds them comes first with the same arguments, then those without such a counterpart by their arguments
+    alone: an op that is put before another of its kind does not take its place.
+    """
     pairs.add_refined(refine([_by_result(pairs, a, b)], effort=pairs.effort), a, b, _WEAK_IN_SCOPE)
+    _fed_alike(pairs, a, b, alike=True)
+    levels = [_known(pairs, a, b), _by_name(pairs, a, b)[0]]
+    pairs.add_refined(refine(levels, effort=pairs.effort), a, b, _WEAK_IN_SCOPE)
+    _fed_alike(pairs, a, b, alike=False)
+    levels = [_known(pairs, a, b), *_by_name(pairs, a, b)]
+    pairs.add_refined(refine(levels, effort=pairs.effort), a, b, _WEAK_IN_SCOPE)
+
+
+def _fed_alike(pairs: Pairs, a: Ints, b: Ints, *, alike: bool) -> None:
+    """Pair ops that read what pairs made, and so on; `alike` says that their arguments are the same, too."""
     count = 0
     for _ in range(_ROUNDS):
-        found = refine([_known(pairs, a, b), _by_inputs(pairs, a, b)], effort=pairs.effort)
+        levels = [_known(pairs, a, b), _by_inputs(pairs, a, b, alike=alike)]
+        found = refine(levels, effort=pairs.effort)
         pairs.add_refined(found, a, b, _WEAK_IN_SCOPE)
         if len(found.left) == count:
             break
         count = len(found.left)
-    levels = [_known(pairs, a, b), *_by_name(pairs, a, b)]
-    pairs.add_refined(refine(levels, effort=pairs.effort), a, b, _WEAK_IN_SCOPE)
 
 
 def across_scopes(pairs: Pairs) -> None:
@@ -173,7 +186,7 @@ def _results(contents: Contents, ops: Ints, side: str) -> Words:
     return np.where(speaks, mix(tokens.name[ops], content), _nothing(ops, side))
 
 
-def _by_inputs(pairs: Pairs, a: Ints, b: Ints) -> Level:
+def _by_inputs(pairs: Pairs, a: Ints, b: Ints, *, alike: bool) -> Level:
     """The same op on what pairs made."""
 
     def left_number(op: Ints) -> Ints:
@@ -183,13 +196,15 @@ def _by_inputs(pairs: Pairs, a: Ints, b: Ints) -> Level:
         return pairs.left_of[op]
 
     return Level(
-        _sources(pairs.left, a, left_number, "left"),
-        _sources(pairs.right, b, right_number, "right"),
+        _sources(pairs.left, a, left_number, "left", alike=alike),
+        _sources(pairs.right, b, right_number, "right", alike=alike),
         anchored=True,
     )
 
 
-def _sources(contents: Contents, ops: Ints, number_of: Callable[[Ints], Ints], side: str) -> Words:
+def _sources(
+    contents: Contents, ops: Ints, number_of: Callable[[Ints], Ints], side: str, *, alike: bool
+) -> Words:
     """A word for op and inputs.
 
     An input that no pair made counts by its content. One that nothing equals where no input is of a pair.
@@ -199,6 +214,7 @@ def _sources(contents: Contents, ops: Ints, number_of: Callable[[Ints], Ints], s
         ops: Its ops.
         number_of: Gives each op that has a counterpart the same number on both sides, and -1 to others.
         side: Its name.
+        alike: Whether the other arguments count.
     """
     inputs = contents.trace.ops.inputs
     lengths = inputs.offsets[ops + 1] - inputs.offsets[ops]
@@ -218,7 +234,9 @@ def _sources(contents: Contents, ops: Ints, number_of: Callable[[Ints], Ints], s
     summed = np.add.reduceat(placed, starts)
     of_pairs = np.add.reduceat(np.concatenate([pair >= 0, [False]]).astype(np.int64), starts)
     speaks = (lengths > 0) & (of_pairs > 0)
-    return np.where(speaks, mix(contents.tokens.name[ops], summed), _nothing(ops, side))
+    tokens = contents.tokens
+    called = (tokens.full if alike else tokens.name)[ops]
+    return np.where(speaks, mix(called, summed), _nothing(ops, side))
 
 
 def _known(pairs: Pairs, a: Ints, b: Ints) -> Level:

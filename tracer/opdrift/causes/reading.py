@@ -21,6 +21,8 @@ AROUND_MASKS: Final = frozenset(
      "logical_not", "bitwise_not", "bitwise_and", "logical_and", "bitwise_or", "eq", "ne", "le", "lt", "ge", "gt", "arange",
      "_to_copy", "clone", "rsub", "sub"]
 )  # fmt: skip
+#: Ops that write a number into their first input where a mask says so.
+_FILLED: Final = frozenset(["masked_fill", "masked_fill_"])
 _SOFTMAX: Final = frozenset(["_softmax", "_safe_softmax"])
 #: Added to scores, a number below this leaves nothing of a softmax: the smallest one used in public models is -1e4.
 _HIDES: Final = -1e3
@@ -46,6 +48,8 @@ def reads_as_mask(side: Side, value: int) -> bool:
             if slot < len(names) and names[slot].partition("[")[0] in MASK_ARGUMENTS:
                 return True
             name = base(side.name(op))
+            if name in _FILLED and slot == 0 and not _is_constant(side, op):
+                continue  # scores, some of which are hidden
             if name in _SOFTMAX and hides:
                 return True
             if name in AROUND_MASKS or name in MASKING_OPS or contents.tokens.view[op]:
@@ -65,6 +69,12 @@ def _readers(side: Side, states: set[int]) -> tuple[list[int], list[int]]:
     places = np.flatnonzero(hits & side.contents.counted)[:_READERS]
     ops = inputs.rows()[places]
     return ops.tolist(), (places - inputs.offsets[ops]).tolist()
+
+
+def _is_constant(side: Side, op: int) -> bool:
+    """Whether all elements of an op's first input are one number, as before a mask is filled in."""
+    print_ = side.nearest_fingerprint(int(side.trace.ops.inputs[op][0]))
+    return print_ is not None and print_.min == print_.max
 
 
 def _hides(side: Side, value: int) -> bool:

@@ -256,6 +256,8 @@ class SlotJudge:
             pair = (other, early)
         if case.compared.made_by_one_pair(*pair) >= 0:
             return True
+        if self._writers(self._states(*pair)) == (-1, -1) and self._equal(*pair):
+            return True  # a tensor from before the run, whatever it is called
         names = (
             {leaf.name for leaf in case.left.leaves.of(pair[0])},
             {leaf.name for leaf in case.right.leaves.of(pair[1])},
