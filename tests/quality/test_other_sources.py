@@ -94,12 +94,18 @@ def test_a_mask_that_hides_in_one_run_only_is_named_at_the_op_that_hides(
             lambda x, hidden: x.bfloat16().float().masked_fill(hidden, float("-inf")).softmax(-1),
             "dtype",
         ),
+        (
+            lambda x, hidden: (x + added(hidden)).softmax(-1),
+            lambda x, hidden: (x * 1.5 + added(hidden)).softmax(-1),
+            "structure",
+        ),
     ],
     ids=[
         "an op before the mask",
         "no mask is added",
         "nothing is hidden in place",
         "scores are cast before the mask",
+        "scores are scaled before a mask is added",
     ],
 )
 def test_what_hides_nothing_is_no_mask(tmp_path: Path, left: Body, right: Body, slug: str):

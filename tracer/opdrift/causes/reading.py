@@ -23,6 +23,7 @@ AROUND_MASKS: Final = frozenset(
 )  # fmt: skip
 #: Ops that write a number into their first input where a mask says so.
 _FILLED: Final = frozenset(["masked_fill", "masked_fill_"])
+_ADDED: Final = frozenset(["add", "add_"])
 _SOFTMAX: Final = frozenset(["_softmax", "_safe_softmax"])
 #: Added to scores, a number below this leaves nothing of a softmax: the smallest one used in public models is -1e4.
 _HIDES: Final = -1e3
@@ -50,6 +51,9 @@ def reads_as_mask(side: Side, value: int) -> bool:
             name = base(side.name(op))
             if name in _FILLED and slot == 0 and not _is_constant(side, op):
                 continue  # scores, some of which are hidden
+            others = np.delete(trace.ops.inputs[op], slot).tolist()
+            if name in _ADDED and not hides and any(_hides(side, v) for v in others):
+                continue  # scores, to which a mask is added
             if name in _SOFTMAX and hides:
                 return True
             if name in AROUND_MASKS or name in MASKING_OPS or contents.tokens.view[op]:
