@@ -515,14 +515,15 @@ def test_a_repeat_that_strays_is_named(tmp_path: Path, reentrant: bool, which: i
 # ---- other numbers of calls --------------------------------------------------------------------------------
 
 
-def generated(model: nn.Module, steps: int) -> Body:
-    """Greedy decoding; only what is asked for is kept."""
+def generated(model: nn.Module, steps: int, *, kept: bool = False) -> Body:
+    """Greedy decoding; the tokens are dropped, or `kept`."""
 
     @torch.no_grad()
-    def run() -> None:
+    def run() -> Tensor | None:
         ids = IDS[:1, :2]
         for _ in range(steps):
             ids = torch.cat([ids, model(ids)[:, -1:].argmax(-1)], 1)
+        return ids if kept else None
 
     return run
 
@@ -541,6 +542,70 @@ def the_right_run_decodes_for_longer() -> Runs:
 def the_left_run_decodes_for_longer() -> Runs:
     models = twins(lambda: layers(2))
     return Runs(generated(models[0], 6), generated(models[1], 4), models, THIRD_HEAD)
+
+
+def twice(model: nn.Module) -> Body:
+    """The same call two times; both results are kept."""
+    return torch.no_grad()(lambda: (model(IDS), model(IDS)))
+
+
+@scenario
+def the_right_run_makes_the_same_call_once_more() -> Runs:
+    models = twins(lambda: layers(2))
+    return replace(infer(models, IDS), right=twice(models[1]))
+
+
+@scenario
+def the_right_run_makes_the_same_call_once_more_and_the_first_is_spoiled() -> Runs:
+    runs = the_right_run_makes_the_same_call_once_more()
+    return replace(runs, fault=("aten.addmm.default", 8))
+
+
+@scenario
+def the_left_run_makes_the_same_call_once_more() -> Runs:
+    models = twins(lambda: layers(2))
+    return replace(infer(models, IDS), left=twice(models[0]))
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_further_steps_whose_tokens_were_kept_are_named(tmp_path: Path, side: str):
+    """Six tokens are no four: the steps that only one run makes are said, behind a fault that both share."""
+    torch.manual_seed(0)
+    models = twins(lambda: layers(2))
+    steps = (4, 6) if side == "right" else (6, 4)
+    left = record(tmp_path / "left", generated(models[0], steps[0], kept=True), models[0])
+    body = generated(models[1], steps[1], kept=True)
+    right = record(tmp_path / "right", body, models[1])
+    spoiled = record(tmp_path / "spoiled", body, models[1], Plant(*THIRD_HEAD))
+    seq = calls_of(spoiled, THIRD_HEAD[0])[THIRD_HEAD[1]]
+
+    sound, faulty = opdrift.diff(left, right), opdrift.diff(left, spoiled)
+
+    said = f"the {side} run makes 2 more calls of the model: calls 5 and 6 of 6"
+    assert sound.verdict == "diverged"
+    assert [(d.kind, d.cause.slug, d.cause.summary) for d in sound.origins] == [
+        ("structure", "structure", said)
+    ]
+    assert faulty.first is not None
+    assert (faulty.first.op, faulty.first.seq.right) == (THIRD_HEAD[0], seq)
+    assert [d.cause.summary for d in faulty.origins[1:]] == [said]
+
+
+def test_a_step_more_is_said_beside_rounding(tmp_path: Path):
+    """What both runs have differs by rounding, and one has more: that is no rounding."""
+    torch.manual_seed(0)
+    models = twins(lambda: layers(2))
+    left = record(tmp_path / "left", generated(models[0], 2, kept=True), models[0])
+    longer = generated(models[1], 3, kept=True)
+    body = with_math(replace(infer(models, IDS), right=longer)).right
+    right = record(tmp_path / "right", body, models[1])
+
+    found = opdrift.diff(left, right)
+
+    assert found.verdict == "diverged"
+    assert [d.cause.summary for d in found.origins if d.material] == [
+        "the right run makes 1 more call of the model: call 3 of 3"
+    ]
 
 
 def deeper(new: int) -> Models:

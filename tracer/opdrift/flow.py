@@ -70,6 +70,29 @@ def reaching(contents: Contents, values: Iterable[int], ops: Iterable[int] = ())
     return live
 
 
+def made_from(contents: Contents, sources: Iterable[int]) -> tuple[bytearray, bytearray]:
+    """Which values, and which states of storages, are made of the given values; one byte each."""
+    trace, states = contents.trace, contents.states
+    of, writer, before = _numbers(states.of), _numbers(states.writer), _numbers(states.before)
+    whole = contents.whole.view(np.uint8).data
+    value_is, state_is = bytearray(len(of)), bytearray(len(writer))
+    for value in sources:
+        value_is[value] = 1
+        state_is[of[value]] = 1
+    for start in range(0, len(trace.ops), _BLOCK):
+        end = min(start + _BLOCK, len(trace.ops))
+        ins, ins_at, outs, outs_at = _block(contents, start, end)
+        for k in range(len(ins_at) - 1):
+            given = any(value_is[v] or state_is[of[v]] for v in ins[ins_at[k] : ins_at[k + 1]])
+            for value in outs[outs_at[k] : outs_at[k + 1]]:
+                state = of[value]
+                rest = before[state] if writer[state] == start + k and not whole[value] else -1
+                if given or (rest >= 0 and state_is[rest]):
+                    value_is[value] = 1
+                    state_is[state] = 1
+    return value_is, state_is
+
+
 def _numbers(column: Ints) -> memoryview[int]:
     return np.ascontiguousarray(column).data.cast("B").cast("q")
 

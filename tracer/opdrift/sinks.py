@@ -10,8 +10,10 @@ from typing import Final
 import numpy as np
 
 from opdrift.contents import Contents, Flags
+from opdrift.extracalls import held, kept_of_extra_calls
 from opdrift.flow import steering_ops, unread
 from opdrift.leaves import LeafTable, match_rows
+from opdrift.matches import alike, by_content, by_maker, made
 from opdrift.pairs import DIFFERENT, Compared
 from opdrift.records import Leaf, LeafKind
 from opdrift.samples import SampleContents
@@ -27,8 +29,8 @@ class Sink:
 
     Attributes:
         name: As its leaf row says; "" for values without one.
-        kind: `output`, `gradient`, `parameter`, `buffer`, `alive`, or `steering` for a tensor whose
-            content went into the program.
+        kind: `output`, `gradient`, `parameter`, `buffer`, `alive`, `more` for what one run kept of calls
+            that the other does not make, or `steering` for a tensor whose content went into the program.
         left: Left value id, None where the left run has no such result.
         right: Right value id.
         differs: Known to differ, or missing on one side.
@@ -48,6 +50,7 @@ def find_sinks(compared: Compared, left: LeafTable, right: LeafTable) -> list[Si
     alive = _alive(compared, left, right, only_one=not found)
     found += [s for s in alive if (s.left, s.right) not in known]
     found += _written_since(compared, left, right)
+    found += _more(compared, left, right, found)
     found += _steering(compared)
     if not found:
         found = _unread(compared)
@@ -128,17 +131,25 @@ def _named(compared: Compared, left: LeafTable, right: LeafTable) -> list[Sink]:
         _kept(compared.left, left, everything=raised),
         _kept(compared.right, right, everything=raised),
     )
+    # per side, what need not be had once more
+    known = held(compared.right, right), held(compared.left, left)
     for kind in kinds:
         a, b = _by_name(left.outputs, kind), _by_name(right.outputs, kind)
         rest: tuple[list[Leaf], list[Leaf]] = ([], [])
         for name in dict.fromkeys([*a, *b]):
-            pairs, *over = match_rows(a.get(name, ()), b.get(name, ()), words)
-            found += [_sink(compared, kind, name, x.value, y.value) for x, y in pairs]
+            mine, theirs = a.get(name, []), b.get(name, [])
+            pairs: list[tuple[Leaf, Leaf]] = []
+            if len(mine) != len(theirs):  # of two results, the one that the same op made
+                pairs, mine, theirs = alike(by_maker(compared, mine, theirs), mine, theirs)
+            more, *over = match_rows(mine, theirs, words)
+            found += [_sink(compared, kind, name, x.value, y.value) for x, y in (*pairs, *more)]
             rest[0].extend(over[0])
             rest[1].extend(over[1])
         if kind in ("parameter", "buffer"):
             rest = _with_entries(compared, kind, rest, (left, right), found)
-        found += _renamed(compared, kind, rest, kept)
+        for side in (0, 1):
+            known[side].update(_told(compared, found, side))
+        found += _renamed(compared, kind, rest, kept, known)
     return found
 
 
@@ -192,30 +203,20 @@ def _renamed(
     kind: LeafKind,
     rest: tuple[list[Leaf], list[Leaf]],
     kept: tuple[set[int], set[int]],
+    known: tuple[set[int], set[int]],
 ) -> list[Sink]:
     """Results without a namesake: matched by the pair that made them, then by content, then in order.
 
     Another result that only one run has counts if the run kept it to its end: the other run lacks it. What
-    was thrown away, such as the result of a warm-up, before the others or after them, is no difference. A
+    was thrown away, such as the result of a warm-up, before the others or after them, is no difference, nor
+    is one that the other run holds as well: the same call made twice. A
     gradient that is not zero always counts, and everything does where a run raised.
     """
     found: list[Sink] = []
-    left, right = list(rest[0]), list(rest[1])
-    for key_of in (_by_maker, _by_content):
-        keys = key_of(compared, left, right)
-        places: dict[object, list[int]] = defaultdict(list)
-        for j, key in enumerate(keys[1]):
-            if key is not None:
-                places[key].append(j)
-        taken: tuple[set[int], set[int]] = (set(), set())
-        for i, key in enumerate(keys[0]):
-            if key is not None and places[key]:
-                j = places[key].pop(0)
-                taken[0].add(i)
-                taken[1].add(j)
-                found.append(_sink(compared, kind, left[i].name, left[i].value, right[j].value))
-        left = [leaf for i, leaf in enumerate(left) if i not in taken[0]]
-        right = [leaf for j, leaf in enumerate(right) if j not in taken[1]]
+    left, right = rest
+    for key_of in (by_maker, by_content):
+        pairs, left, right = alike(key_of(compared, left, right), left, right)
+        found += [_sink(compared, kind, a.name, a.value, b.value) for a, b in pairs]
     both = min(len(left), len(right))
     found += [
         Sink(a.name, kind, a.value, b.value, differs=True)
@@ -224,6 +225,9 @@ def _renamed(
     for side, leaves in enumerate((left[both:], right[both:])):
         for leaf in leaves:
             storage = (compared.left, compared.right)[side].trace.values.storage
+            word = int((compared.left, compared.right)[side].by_place[leaf.value])
+            if kind == "output" and word and word in known[side]:
+                continue
             if kind == "gradient" and _is_zero((compared.left, compared.right)[side], leaf.value):
                 continue  # no gradient, or one of zeros: it is cleared either way
             if kind == "gradient" or int(storage[leaf.value]) in kept[side]:
@@ -232,6 +236,13 @@ def _renamed(
                 )
                 found.append(Sink(leaf.name, kind, own[0], own[1], differs=True))
     return found
+
+
+def _told(compared: Compared, sinks: Sequence[Sink], number: int) -> set[int]:
+    """Content words of one run's results that both runs have."""
+    word = (compared.left, compared.right)[number].by_place
+    pairs = [(s.left, s.right) for s in sinks]
+    return {int(word[p[number] or 0]) for p in pairs if None not in p}
 
 
 def _is_zero(contents: Contents, value: int) -> bool:
@@ -253,29 +264,6 @@ def _raised(contents: Contents) -> bool:
     return footer is not None and footer.ended == "raised"
 
 
-Keys = tuple[list[object], list[object]]
-
-
-def _by_maker(compared: Compared, left: list[Leaf], right: list[Leaf]) -> Keys:
-    """The left op that made each value, or whose counterpart did, and which of its outputs it is."""
-    a: list[object] = []
-    for leaf in left:
-        op, slot = _made(compared.left, leaf.value)
-        a.append((op, slot) if op >= 0 and compared.pairing.right_of[op] >= 0 else None)
-    b: list[object] = []
-    for leaf in right:
-        op, slot = _made(compared.right, leaf.value)
-        partner = int(compared.pairing.left_of[op]) if op >= 0 else -1
-        b.append((partner, slot) if partner >= 0 else None)
-    return a, b
-
-
-def _by_content(compared: Compared, left: list[Leaf], right: list[Leaf]) -> Keys:
-    a = [int(compared.left.by_place[leaf.value]) or None for leaf in left]
-    b = [int(compared.right.by_place[leaf.value]) or None for leaf in right]
-    return list(a), list(b)
-
-
 def _alive(compared: Compared, left: LeafTable, right: LeafTable, *, only_one: bool) -> list[Sink]:
     """Values that outlived both runs and that one pair made.
 
@@ -284,9 +272,9 @@ def _alive(compared: Compared, left: LeafTable, right: LeafTable, *, only_one: b
     found = []
     by_maker: dict[tuple[int, int], int] = {}
     for leaf in right.alive:
-        by_maker.setdefault(_made(compared.right, leaf.value), leaf.value)
+        by_maker.setdefault(made(compared.right, leaf.value), leaf.value)
     for leaf in left.alive:
-        op, slot = _made(compared.left, leaf.value)
+        op, slot = made(compared.left, leaf.value)
         partner = int(compared.pairing.right_of[op]) if op >= 0 else -1
         match = by_maker.pop((partner, slot), None) if partner >= 0 else None
         if match is not None:
@@ -299,6 +287,26 @@ def _alive(compared: Compared, left: LeafTable, right: LeafTable, *, only_one: b
             for (op, _), value in by_maker.items()
             if op >= 0
         ]
+    return found
+
+
+def _more(
+    compared: Compared,
+    left: LeafTable,
+    right: LeafTable,
+    known: Sequence[Sink],
+) -> list[Sink]:
+    """What one run kept of what it made of calls that the other does not make: the tokens of further steps."""
+    tables = left, right
+    found = []
+    for number in (0, 1):
+        told = _told(compared, known, number)
+        told |= held((compared.left, compared.right)[1 - number], tables[1 - number])
+        seen = {(s.left, s.right)[number] for s in known}
+        for value in kept_of_extra_calls(compared, number, tables[number], told):
+            if value not in seen:
+                own: tuple[int | None, int | None] = (value, None) if number == 0 else (None, value)
+                found.append(Sink("", "more", own[0], own[1], differs=True))
     return found
 
 
@@ -337,11 +345,6 @@ def _made_in_both(contents: Contents, value: int, partner: Ints) -> tuple[int, i
     return -1, -1, False
 
 
-def _made(contents: Contents, value: int) -> tuple[int, int]:
-    state = int(contents.states.of[value])
-    return int(contents.states.writer[state]), int(contents.root_slot[value])
-
-
 def _steering(compared: Compared) -> list[Sink]:
     """Tensors whose content went into the program: the same op read them on both sides."""
     found = []
@@ -363,9 +366,9 @@ def _unread(compared: Compared) -> list[Sink]:
     """Where nothing is named and nothing was kept: what no op read."""
     found = []
     right = set(unread(compared.right))
-    others = {_made(compared.right, v): v for v in right}
+    others = {made(compared.right, v): v for v in right}
     for value in unread(compared.left):
-        op, slot = _made(compared.left, value)
+        op, slot = made(compared.left, value)
         partner = int(compared.pairing.right_of[op]) if op >= 0 else -1
         match = others.get((partner, slot)) if partner >= 0 else None
         if match is not None:

@@ -25,6 +25,7 @@ class Pairing:
         right: Op indexes of the pairs in the right trace.
         right_of: Per left op the right one, -1 if it has none.
         left_of: Per right op the left one, -1 if it has none.
+        calls: Per call its counterpart in the other run, -1 if it has none; per side.
         home: The call of each op, per side; a backward op counts to its forward op's.
         repeats: Per op the op of the same run that it repeats in the backward pass, -1 for others; per side.
         method: How the pairs were found, for people.
@@ -35,6 +36,7 @@ class Pairing:
     right: Ints
     right_of: Ints
     left_of: Ints
+    calls: tuple[Ints, Ints]
     home: tuple[Ints, Ints]
     repeats: tuple[Ints, Ints]
     method: str
@@ -64,12 +66,13 @@ def align(left: Contents, right: Contents, *, maps: Maps = ()) -> Pairing:
     right_of, left_of = (
         (found.left_of, found.right_of) if swapped else (found.right_of, found.left_of)
     )
-    home, repeats = found.home, found.repeats
+    calls, home, repeats = found.calls, found.home, found.repeats
     return Pairing(
         i[order],
         j[order],
         right_of,
         left_of,
+        (calls[1], calls[0]) if swapped else calls,
         (home[1], home[0]) if swapped else home,
         (repeats[1], repeats[0]) if swapped else repeats,
         found.method,
@@ -104,11 +107,14 @@ def _align(left: Contents, right: Contents, maps: list[tuple[str, str]]) -> Pair
         rows, columns = pairs.cut_short
         reason = f"a stretch of {rows} against {columns} ops has no op that occurs once in both; it was paired by occurrence"
     i = np.flatnonzero(pairs.right_of >= 0)
+    back = np.full(len(trees[1]), -1, np.int64)
+    back[calls[both]] = both
     return Pairing(
         i,
         pairs.right_of[i],
         pairs.right_of,
         pairs.left_of,
+        (calls, back),
         (trees[0].home, trees[1].home),
         (trees[0].repeated_ops(), trees[1].repeated_ops()),
         "; ".join(method),

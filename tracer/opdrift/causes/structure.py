@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from opdrift.case import Side
 from opdrift.causes.evidence import Evidence, cause, counted, op_names, scope, some
+from opdrift.extracalls import extra_calls
 from opdrift.records import RAISED, Cause
 from opdrift.tokens import base
 
@@ -222,7 +224,12 @@ def structure(e: Evidence) -> Cause | None:
     if len(one_sided) == 1:
         n = 0 if one_sided[0] == "left" else 1
         side = e.sides[n][1]
-        summary = f"the {one_sided[0]} run has {counted(len(ops[n]), 'op')} more here: {op_names(side, ops[n])}"
+        more = _more_calls(e, n, ops[n])
+        summary = (
+            f"the {one_sided[0]} run makes {more}"
+            if more
+            else f"the {one_sided[0]} run has {counted(len(ops[n]), 'op')} more here: {op_names(side, ops[n])}"
+        )
     else:
         summary = "the runs compute this in different ways"
     return cause(
@@ -233,6 +240,19 @@ def structure(e: Evidence) -> Cause | None:
         "Compare the two configurations and code versions at the lines above; if the ops are meant to be the same,"
         " map renamed modules with --map LEFT=RIGHT.",
     )
+
+
+def _more_calls(e: Evidence, n: int, ops: Sequence[int]) -> str:
+    """Which calls of the model one run makes that the other does not; empty where it is something else."""
+    side = e.sides[n][1]
+    extra = extra_calls(e.case.compared, n)
+    within = {int(extra.of_op[op]) for op in ops} - {0}
+    if not within or not extra.of_op[ops[0]]:
+        return ""
+    path, numbers, total = extra.numbers(side.contents, within)
+    listed = ", ".join(map(str, numbers[:-1])) + " and " if len(numbers) > 1 else ""
+    what = f"{counted(len(numbers), 'more call')} of {path or 'the model'}"
+    return f"{what}: {'calls' if listed else 'call'} {listed}{numbers[-1]} of {total}"
 
 
 def _other_source(e: Evidence) -> Cause | None:

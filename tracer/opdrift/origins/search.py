@@ -9,8 +9,9 @@ from typing import Final
 
 import numpy as np
 
-from opdrift.case import Case
+from opdrift.case import Case, Side
 from opdrift.contents import Flags
+from opdrift.extracalls import extra_calls
 from opdrift.flow import reaching
 from opdrift.origins import leaves as leaf_origins
 from opdrift.origins import single
@@ -291,18 +292,42 @@ def _at_results(
         if found is not None:
             known += 1
             yield found
+    more = [s for s in sinks if s.kind in ("output", "more") and _is_more(case, s)]
     if not known and sinks:
         yield _everything(case, sinks)
+    elif more:
+        yield _everything(case, more, in_extra_calls=True)
 
 
-def _everything(case: Case, sinks: list[Sink]) -> Origin:
-    """Results differ, and nothing that both runs have does: what only one of them has."""
+def _is_more(case: Case, sink: Sink) -> bool:
+    """Whether a result is of one run alone, which calls the model more often."""
+    if (sink.left is None) == (sink.right is None):
+        return False
+    return bool(extra_calls(case.compared, 0 if sink.right is None else 1).calls)
+
+
+def _everything(case: Case, sinks: list[Sink], *, in_extra_calls: bool = False) -> Origin:
+    """Results differ, and nothing that both runs have does: what only one of them has.
+
+    If that repeats an op of its own run and returns something else, it is that.
+    """
     live = _live(case, sinks)
     assert live.left is not None
     assert live.right is not None
-    left = tuple(int(i) for i in np.flatnonzero(case.pairing.right_of < 0) if live.left[i])
-    right = tuple(int(i) for i in np.flatnonzero(case.pairing.left_of < 0) if live.right[i])
+    found: list[tuple[int, ...]] = []
+    for number, (partner, alive) in enumerate(
+        ((case.pairing.right_of, live.left), (case.pairing.left_of, live.right))
+    ):
+        own = (partner < 0) & (np.frombuffer(alive, np.uint8) != 0)
+        if in_extra_calls:
+            own &= extra_calls(case.compared, number).of_op > 0
+        found.append(tuple(np.flatnonzero(own).tolist()))
+    left, right = found
     region = Region(Sides(left, right), Sides((), ()))
+    for number in (0, 1):
+        strayed = _strayed(case, number, (left, right)[number])
+        if strayed is not None:
+            return strayed
     first = next((s for s in sinks if s.left is not None and s.right is not None), sinks[0])
     stands = representative(case, region, Sides(None, None), nonfinite=False)
     return Origin(
@@ -315,6 +340,49 @@ def _everything(case: Case, sinks: list[Sink]) -> Origin:
         order=leaf_origins.order_of(case, stands),
         region=region.ops,
     )
+
+
+def _strayed(case: Case, number: int, ops: tuple[int, ...]) -> Origin | None:
+    """The first op that returns something else than both runs have for the same op of the same inputs."""
+    side = (case.left, case.right)[number]
+    trace, tokens, content = side.trace, side.contents.tokens, side.contents.by_lineage
+    pairing = case.pairing
+    partner = (pairing.right_of, pairing.left_of)[number]
+    alike = np.isin(tokens.full.all, tokens.full[np.array(ops, np.int64)]) if ops else np.zeros(0)
+    known: dict[tuple[int, ...], int] = {}
+    for op in np.flatnonzero(alike).tolist():
+        if partner[op] >= 0:
+            known.setdefault(_given(side, op), op)
+    for op in ops:
+        given = _given(side, op)
+        twin = known.get(given)
+        if twin is None or 0 in given or not len(trace.ops.outputs[op]):
+            continue
+        if tokens.view[op] or tokens.uninitialised[op] or draws(side, op):
+            continue
+        mine, theirs = int(trace.ops.outputs[op][0]), int(trace.ops.outputs[twin][0])
+        if not content[mine] or not content[theirs] or content[mine] == content[theirs]:
+            continue
+        other = int(partner[twin])
+        row = int(case.compared.row_of_left[twin if number == 0 else other])
+        theirs = int((case.right, case.left)[number].trace.ops.outputs[other][0])
+        return Origin(
+            kind="op",
+            story="op",
+            op=Sides(op, other) if number == 0 else Sides(other, op),
+            row=row,
+            values=Sides(mine, theirs) if number == 0 else Sides(theirs, mine),
+            slot=0,
+            order=float(op if number == 0 else other),
+            inputs_match=True,
+        )
+    return None
+
+
+def _given(side: Side, op: int) -> tuple[int, ...]:
+    """Words for what an op does and is given; a 0 among them for what is not known."""
+    inputs = side.trace.ops.inputs[op]
+    return int(side.contents.tokens.full[op]), *side.contents.by_lineage[inputs].tolist()
 
 
 def random_draws(case: Case) -> Sides[list[int]]:
