@@ -193,6 +193,9 @@ CASES: dict[str, Callable[[], Runs]] = {
     "llama, left: only distances of positions count": lambda: masked(llama("sdpa"), "left"),
     "llama, left, eager": lambda: masked(llama("eager"), "left"),
     "llama, right": lambda: masked(llama("sdpa"), "right"),
+    "llama, left, eager, no mask": lambda: unmasked(
+        llama("eager"), "left", found=("aten._softmax.default", "model.layers.0.self_attn", "mask")
+    ),
     "llama, left, no mask": lambda: unmasked(
         llama("sdpa"), "left", found=(SDPA, "model.layers.0.self_attn", "mask")
     ),

@@ -19,9 +19,11 @@ from batch_models import (
     Llama,
     Mixing,
     Mixture,
+    OneByOne,
     Pooling,
     Recurrent,
     Speech,
+    Stepwise,
 )
 from torch import Tensor, nn
 
@@ -308,6 +310,11 @@ add(
     cause="dropout rng",
 )
 
+stepwise: Family = (Stepwise, sequences)
+add(stepwise, "")
+add(stepwise, "centred in the cache", "mean.dim", module="", cause="batch-mixing")
+add((OneByOne, features), "")
+
 pooling: Family = (Pooling, padded_features)
 add(pooling, "")
 add(pooling, "", side="left")
@@ -356,6 +363,108 @@ def test_a_sample_in_a_batch(scenario: Scenario, flipped: bool, tmp_path: Path):
     assert found.first.op in scenario.ops
     assert scenario.module is None or found.first.module == scenario.module
     assert found.first.cause.slug in scenario.causes
+
+
+# ---- one batch against another, other programs -------------------------------------------------------------------
+
+
+def padded(rows: Sequence[Tensor], to: int) -> tuple[Tensor, Tensor]:
+    """Rows of ids in a batch, and their mask."""
+    ids = torch.zeros(len(rows), to, dtype=torch.long)
+    for row, given in zip(ids, rows, strict=True):
+        row[: len(given)] = given
+    return ids, ids != 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_sample_of_two_batches_that_are_padded_otherwise(dtype: torch.dtype, tmp_path: Path):
+    torch.manual_seed(0)
+    model = FusedBert().eval().to(dtype)
+    a, b, c = (torch.randint(2, 20, (n,)) for n in (9, 5, 7))
+    left = recorded(
+        tmp_path / "left.trace", model, padded([a, b, c], 9), opdrift.Batch(3, [9, 5, 7])
+    )
+    right = recorded(
+        tmp_path / "right.trace", model, padded([c, b, b[:3]], 8), opdrift.Batch(3, [7, 5, 3])
+    )
+
+    for samples in ("1:1", "2:0"):
+        found = opdrift.diff(left, right, samples=samples)
+        assert found.verdict in ("identical", "rounding"), found.first
+    with pytest.raises(IncomparableTracesError, match="not the same sample"):
+        opdrift.diff(left, right, samples="0:0")
+
+
+def test_padding_that_the_recorder_was_not_told_of_is_named(tmp_path: Path):
+    torch.manual_seed(0)
+    model, b = FusedBert().eval(), torch.randint(2, 20, (5,))
+    one = recorded(tmp_path / "one.trace", model, padded([b], 5), opdrift.Batch(1))
+    many = recorded(tmp_path / "many.trace", model, padded([b, b], 9), opdrift.Batch(2))
+
+    with pytest.raises(IncomparableTracesError, match=r"ids holds 5 elements .* 9 .*lengths=.*"):
+        opdrift.diff(one, many, samples="0:1")
+
+
+def test_a_weight_that_differs_comes_before_what_the_batch_does(tmp_path: Path):
+    torch.manual_seed(0)
+    model, x = Sums().eval(), torch.randn(3, 12)
+    one = recorded(tmp_path / "one.trace", model, [x[:1]], opdrift.Batch(1))
+    with torch.no_grad():
+        model.first.weight[0, 0] += 1
+        model.first.bias += 1
+    many = recorded(tmp_path / "many.trace", model, [x], opdrift.Batch(3))
+
+    found = opdrift.diff(one, many, samples=(0, 0))
+
+    assert found.first is not None
+    assert (found.first.name, found.first.cause.slug) == ("first.weight", "weights")
+
+
+def test_a_small_fault_in_few_bits_is_not_taken_for_what_cancels(tmp_path: Path):
+    """One sign in bfloat16: its effect is small, and not nothing."""
+    torch.manual_seed(0)
+    model, rows = FusedBert().eval().bfloat16(), torch.randint(2, 20, (2, 7))
+    mask = torch.ones(2, 7, dtype=torch.bool)
+    one = recorded(tmp_path / "one.trace", model, [rows[:1], mask[:1]], opdrift.Batch(1))
+    with torch.no_grad():
+        model.get_parameter("layers.1.up.weight")[0, 0] *= -1
+    many = recorded(tmp_path / "many.trace", model, [rows, mask], opdrift.Batch(2))
+
+    found = opdrift.diff(one, many, samples=(0, 0))
+
+    assert found.verdict == "diverged"
+    assert found.first is not None
+    assert found.first.name == "layers.1.up.weight"
+
+
+def test_an_argument_that_is_no_size_is_a_defect_in_a_batch_too(tmp_path: Path):
+    torch.manual_seed(0)
+    x = torch.randn(3, 12)
+    models = [nn.Sequential(nn.ReLU(), nn.LayerNorm(12, eps=eps)).eval() for eps in (1e-5, 1e-2)]
+    one = recorded(tmp_path / "one.trace", models[0], [x[:1]], opdrift.Batch(1))
+    many = recorded(tmp_path / "many.trace", models[1], [x], opdrift.Batch(3))
+
+    found = opdrift.diff(one, many, samples=(0, 0))
+
+    assert found.first is not None
+    assert (found.first.module, found.first.cause.slug) == ("1", "op-args")
+
+
+def test_the_sample_may_be_cut_out_while_recording(tmp_path: Path):
+    """Then its input is a part of a larger tensor."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Conv1d(4, 4, 3), nn.ReLU()).eval(), torch.randn(3, 4, 9)
+    with (
+        torch.no_grad(),
+        opdrift.record(tmp_path / "one.trace", model=model, batch=opdrift.Batch(1)),
+    ):
+        model(x[1:2])
+    many = recorded(tmp_path / "many.trace", model, [x], opdrift.Batch(3))
+
+    found = opdrift.diff(tmp_path / "one.trace", many, samples=(0, 1))
+
+    assert found.verdict in ("identical", "rounding")
+    assert found.first is None or found.first.op == "aten.convolution.default"
 
 
 # ---- whole batches ---------------------------------------------------------------------------------------------

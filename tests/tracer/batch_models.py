@@ -327,3 +327,34 @@ class Pooling(nn.Module):
         if self.fault != "no mask":
             score = score.masked_fill(~mask, float("-inf"))
         return self.head((score.softmax(-1)[..., None] * x).sum(1))
+
+
+class Stepwise(nn.Module):
+    """Decoding step by step with a cache that is filled in place."""
+
+    def __init__(self, fault: str = "", width: int = 8) -> None:
+        super().__init__()
+        self.fault = fault
+        self.q, self.k, self.v = (nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        keys, values = torch.zeros_like(x), torch.zeros_like(x)
+        steps = []
+        for t in range(x.shape[1]):
+            keys[:, t], values[:, t] = self.k(x[:, t]), self.v(x[:, t])
+            if t == 3 and self.fault == "centred in the cache":
+                keys[:, 1] = keys[:, 1] - keys[:, 1].mean(0)
+            seen = keys[:, : t + 1], values[:, : t + 1]
+            steps.append(functional.scaled_dot_product_attention(self.q(x[:, t : t + 1]), *seen))
+        return torch.cat(steps, 1)
+
+
+class OneByOne(nn.Module):
+    """A loop over the samples."""
+
+    def __init__(self, fault: str = "", width: int = 12) -> None:
+        super().__init__()
+        self.out = nn.Linear(width, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.out(row) for row in x])

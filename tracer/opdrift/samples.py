@@ -256,9 +256,9 @@ class _Placing:
 
     def places(self) -> Places:
         self._recorded()
-        digest, of = self._digest, self._contents.states.of
-        source = self._sources()[of]
-        own = (digest != 0) & ~self._own_views(source)
+        digest = self._digest
+        source = self._nearest()
+        own = (digest != 0) & ((self._contents.trace.values.fingerprint >= 0) | (source < 0))
         source[own] = np.flatnonzero(own)
         base = np.where(source >= 0, digest[source], np.uint64(0))
         place = np.where(source == np.arange(len(source)), _WHOLE, np.uint64(0))
@@ -291,19 +291,26 @@ class _Placing:
         self._digest[values] = mix(digest, self._contents.layouts.dtype[values])
         self._size[values] = n
 
-    def _sources(self) -> Ints:
-        """Per state the recorded value of most elements, views that were recorded as such left out."""
+    def _nearest(self) -> Ints:
+        """The recorded value that each value is best placed in: the one it was taken from, else the largest.
+
+        A program may cut its sample out of a larger tensor and hand on the part: that has a record, too.
+        """
         contents = self._contents
-        found = np.full(len(contents.states.writer), -1, np.int64)
+        largest = np.full(len(contents.states.writer), -1, np.int64)
         known = np.flatnonzero((self._digest != 0) & (contents.trace.values.fingerprint >= 0))
         order = known[np.argsort(contents.layouts.size[known], kind="stable")]
-        found[contents.states.of[order]] = order
-        return found
-
-    def _own_views(self, source: Ints) -> Flags:
-        """Values that have a record but are views of one that has, too."""
-        found: Flags = (self._contents.trace.values.fingerprint < 0) & (source >= 0)
-        return found
+        largest[contents.states.of[order]] = order
+        recorded = np.zeros(len(self._digest), np.bool_)
+        recorded[known] = True
+        parent = contents.view_parent.copy()
+        for _ in range(_LONGEST):
+            further = (parent >= 0) & ~recorded[parent]
+            if not further.any():
+                break
+            parent[further] = parent[parent[further]]
+        taken = (parent >= 0) & recorded[parent]
+        return np.where(taken, parent, largest[contents.states.of])
 
     def _seen(self, base: int, value: int) -> Shown | None:
         """What a value shows of a recorded one of the same state."""

@@ -55,9 +55,10 @@ class Pairs:
             self.cut_short = max(self.cut_short or (0, 0), refined.cut_short)
         doubtful = np.flatnonzero(refined.level >= weak)
         if len(doubtful):
-            self._drop_unsupported(i[doubtful], j[doubtful])
+            in_scope = weak == _WEAK_IN_SCOPE
+            self._drop_unsupported(i[doubtful], j[doubtful], in_scope=in_scope)
 
-    def _drop_unsupported(self, i: Ints, j: Ints) -> None:
+    def _drop_unsupported(self, i: Ints, j: Ints, *, in_scope: bool) -> None:
         """Drop the pairs that have no input in common: by content, or because a pair that stays made it."""
         a, b = self.left.trace.ops.inputs, self.right.trace.ops.inputs
         both = np.minimum(a.offsets[i + 1] - a.offsets[i], b.offsets[j + 1] - b.offsets[j])
@@ -66,10 +67,13 @@ class Pairs:
         place, lineage = self.left.by_place[x], self.left.by_lineage[x]
         same = (place != 0) & (place == self.right.by_place[y])
         same |= (lineage != 0) & (lineage == self.right.by_lineage[y])
-        p, q = self.left.producer[x], self.right.producer[y]
+        p, q = self.left.producer[self.left.root[x]], self.right.producer[self.right.root[y]]
         made = (p >= 0) & (q >= 0) & (self.right_of[p] == q)
         held = (both == 0) & (self.left.tokens.full[i] == self.right.tokens.full[j])
         held[row[same]] = True
+        if in_scope and self.left.by_sample:
+            for k in np.flatnonzero(~held).tolist():
+                held[k] = self._may_be(int(i[k]), int(j[k]))
         # the rest stands and falls with the pairs that made its inputs
         leans = np.flatnonzero(made & ~held[row])
         support = np.bincount(row[leans], minlength=len(i))
@@ -84,6 +88,24 @@ class Pairs:
                 support[k] -= 1
                 if not support[k]:
                     falling.append(k)
+
+    def _may_be(self, i: int, j: int) -> bool:
+        """Whether two ops of one name in one call can be the same although no input shows it.
+
+        One sample of batches of other sizes: no two layouts are equal, and contents rarely to the last bit.
+        """
+        left, right = self.left, self.right
+        if left.tokens.name[i] != right.tokens.name[j]:
+            return False
+        a, b = left.trace.ops.inputs[i], right.trace.ops.inputs[j]
+        apart = False
+        for p, q in zip(left.maker[left.root[a]], right.maker[right.root[b]], strict=False):
+            if p < 0 or q < 0:
+                continue
+            if self.right_of[p] == q:
+                return True
+            apart |= self.right_of[p] >= 0 or self.left_of[q] >= 0
+        return not apart
 
 
 def within_scopes(pairs: Pairs, home: tuple[Ints, Ints], calls: Ints) -> None:

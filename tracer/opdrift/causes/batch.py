@@ -8,8 +8,8 @@ from typing import Final
 from opdrift.case import Side
 from opdrift.causes.evidence import Evidence, cause, scope
 from opdrift.causes.reading import reads_as_mask
-from opdrift.causes.spans import attends, combines, mixes
-from opdrift.origins.kinds import TRAINING, draws
+from opdrift.causes.spans import attends, combines
+from opdrift.origins.kinds import TRAINING, draws, mixes
 from opdrift.records import ArgumentDifference, Cause
 from opdrift.tokens import base
 from opdrift.tracefile.axes import Position

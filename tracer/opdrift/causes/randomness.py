@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from opdrift.case import Side
 from opdrift.causes.evidence import SIDES, Evidence, cause, counted, scope, some
-from opdrift.causes.spans import mixes
-from opdrift.origins.kinds import TRAINING, draws
+from opdrift.origins.kinds import TRAINING, draws, mixes
 from opdrift.records import Cause
 from opdrift.tokens import base
 

@@ -120,16 +120,6 @@ def combines(side: Side, op: int, slot: int, position: Position) -> bool:
     return False
 
 
-def mixes(side: Side, op: int) -> bool:
-    """Whether an op makes values of all samples, of values that were each a sample's own."""
-    trace = side.trace
-    outputs = [trace.samples.own.get(int(v)) for v in trace.ops.outputs[op].tolist()]
-    if not any(f is not None and f.mixed for f in outputs):
-        return False
-    inputs = [trace.batch_of(int(v)) for v in trace.ops.inputs[op].tolist()]
-    return not any(f is not None and f.mixed for f in inputs)
-
-
 def _dims(arguments: Mapping[str, Argument], ndim: int) -> set[int]:
     """The dims that an op works along; all if it names none."""
     for name in ("dim", "dims", "dimension"):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -13,10 +12,18 @@ from opdrift.align import Maps
 from opdrift.align.relation import InParts, in_parts, nothing_in_common
 from opdrift.case import Case, build_case
 from opdrift.causes import Evidence, Shared, causes_of
-from opdrift.diagnose.batches import differing_samples, in_words
+from opdrift.diagnose.batches import (
+    check_lengths,
+    differing_samples,
+    in_words,
+    uneven_inputs,
+    unplaced,
+)
 from opdrift.diagnose.divergences import divergence
 from opdrift.diagnose.grouping import by_setting, grouped_leaves
 from opdrift.diagnose.growth import growth_of
+from opdrift.diagnose.judged import Judged
+from opdrift.diagnose.one_sample import rounding_at_results, with_effect
 from opdrift.diagnose.reach import reach_of
 from opdrift.diagnose.reordered import settled
 from opdrift.diagnose.surroundings import (
@@ -28,7 +35,7 @@ from opdrift.diagnose.surroundings import (
 )
 from opdrift.errors import IncomparableTracesError
 from opdrift.findings import Steps
-from opdrift.origins.effects import Effects, cancelled, lost_from_sight
+from opdrift.origins.effects import lost_from_sight
 from opdrift.origins.model import Origin
 from opdrift.origins.search import Found, find_origins
 from opdrift.origins.single import own_settings
@@ -43,19 +50,10 @@ from opdrift.records import (
     Sides,
     Verdict,
 )
-from opdrift.sizes import Size, Tolerance, measure, size_of
+from opdrift.sizes import Tolerance, measure, size_of
 from opdrift.tracefile.reader import Trace
 
 _CONFIDENCES: Final[tuple[Confidence, ...]] = ("certain", "likely", "possible")
-
-
-@dataclass(frozen=True, slots=True)
-class Judged:
-    """An origin with its size and causes."""
-
-    origin: Origin
-    size: Size
-    causes: tuple[Cause, ...]
 
 
 def diagnose(
@@ -76,6 +74,8 @@ def diagnose(
             f"{left.path} has fingerprints of kind {left.header.fingerprint!r}, {right.path} of kind"
             f" {right.header.fingerprint!r}. Record both runs with the same version of opdrift."
         )
+    if samples is not None:
+        check_lengths(left, right, samples)
     case = build_case(left, right, maps, samples=samples)
     if nothing_in_common(case.left.contents, case.right.contents, case.pairing):
         raise _unrelated(case)
@@ -168,16 +168,13 @@ def _given_in_parts(case: Case, parts: InParts) -> IncomparableTracesError:
 def _nothing_found(left: Trace, right: Trace, case: Case) -> IncomparableTracesError:
     """Nothing differs in what can be compared, and that is not all."""
     if left.complete and right.complete:
+        hints = [*uneven_inputs(case), *unplaced(left), *unplaced(right)]
         return IncomparableTracesError(
             f"No result of {left.path} and {right.path} can be compared for one sample: each is made of all"
-            " samples, or the sample could not be followed to it. Let the model return a tensor that carries"
-            " the batch, or compare runs of one sample each."
-            + "".join(
-                f" {t.path}: {note}."
-                for t in (left, right)
-                for note in (t.footer.notes if t.footer is not None else ())
-                if "sample" in note
-            )
+            " samples, or the sample could not be followed to it."
+            + "".join(f" {hint}." for hint in hints)
+            + " Let the model return a tensor that carries the batch, and record padded runs with"
+            " batch=opdrift.Batch(size, lengths=...)."
         )
     which = " and ".join(f"{t.path} is {t.incomplete}" for t in (left, right) if not t.complete)
     return IncomparableTracesError(
@@ -203,11 +200,16 @@ def _judge(
         *grouped_leaves(found.origins, judge),
         *(judge(o) for o in found.origins if o.kind != "leaf"),
     ]
-    if case.by_sample:
-        origins = _with_effect(case, found, origins, judge)
-    if all(not j.size.material for j in origins):
+
+    def unexplained(known: Sequence[Judged]) -> list[Judged]:
         # with a material origin upstream, a large difference further down is no news
-        origins += [judge(o) for o in _amplified(case, received)]
+        none = any(j.size.material for j in known)
+        return [] if none else [judge(o) for o in _amplified(case, received)]
+
+    if case.by_sample:
+        origins = with_effect(case, found, origins, judge=judge, unexplained=unexplained)
+    else:
+        origins += unexplained(origins)
     return by_setting(case, origins, lambda j, ops: replace(j, origin=replace(j.origin, alike=ops)))
 
 
@@ -222,43 +224,12 @@ def _origin_sizes(judged: Sequence[Judged]) -> dict[int, float]:
     return found
 
 
-def _with_effect(
-    case: Case, found: Found, judged: list[Judged], judge: Callable[[Origin], Judged]
-) -> list[Judged]:
-    """Without the material origins that make no difference to a result of the sample.
-
-    If nothing is left, the first op at which such a difference cancels stands for what is left of it. Rotary
-    positions cancel in attention whose padding is hidden: if it is not, that is what is wrong.
-    """
-    effects = Effects(case, [s for s in found.sinks if s.differs])
-    kept, ends, bare = [], set[int](), set[int]()
-    for each in judged:
-        ended = effects.ends(each.origin) if each.size.material else None
-        if ended is not None:
-            ends.update(ended)
-            continue
-        instead = effects.unmasked(each.origin) if _counts_padding(each) else None
-        if instead is None:
-            kept.append(each)
-        elif instead.row not in bare:
-            bare.add(instead.row)
-            kept.append(judge(instead))
-    if not kept:
-        kept = [judge(o) for o in map(partial(cancelled, case), sorted(ends)) if o is not None][:1]
-    return kept
-
-
-def _counts_padding(judged: Judged) -> bool:
-    return judged.origin.kind == "op" and judged.causes[0].slug == "position-ids"
-
-
 def _amplified(case: Case, received: Sequence[Received]) -> list[Origin]:
     """The first receiver whose inputs do not explain its output."""
     first = next((r for r in received if r.unexplained), None)
     if case.by_sample:
-        lost = next(
-            (o for o in (lost_from_sight(case, r) for r in received) if o is not None), None
-        )
+        limit = rounding_at_results(case)
+        lost = next(filter(None, (lost_from_sight(case, limit, r) for r in received)), None)
         if lost is not None and (first is None or lost.order < int(case.pairing.left[first.row])):
             return [lost]
     if first is None:

@@ -1,10 +1,13 @@
-"""Which samples differ, where whole batches are compared."""
+"""What is to be said of batches: which samples differ, and which cannot be the same."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from opdrift.case import Case
+from opdrift.errors import IncomparableTracesError
 from opdrift.records import DifferingSamples
+from opdrift.samples import SampleContents
 from opdrift.sinks import Sink
 from opdrift.tracefile.reader import Trace
 from opdrift.tracefile.schema import RECORDED_SAMPLES
@@ -53,3 +56,46 @@ def in_words(samples: DifferingSamples | None) -> list[str]:
     which = f"sample {listed}" if len(numbers) == 1 else f"samples {listed}{more}"
     verb = "differs" if len(numbers) == 1 else "differ"
     return [f"of the {size} samples of the batch only {which} {verb} in the results"]
+
+
+def check_lengths(left: Trace, right: Trace, samples: tuple[int, int]) -> None:
+    """Refuse two samples that are not the same one.
+
+    Raises:
+        IncomparableTracesError: Both runs say how long their sample is, and one is longer.
+    """
+    found = []
+    for trace, number in ((left, samples[0]), (right, samples[1])):
+        lengths = trace.batch.lengths if trace.batch is not None else None
+        if lengths is None or not 0 <= number < len(lengths):
+            return
+        found.append(lengths[number])
+    if found[0] != found[1]:
+        raise IncomparableTracesError(
+            f"Sample {samples[0]} of {left.path} is {found[0]} positions long, sample {samples[1]} of {right.path}"
+            f" {found[1]}: they are not the same sample. Name the same sample on both sides."
+        )
+
+
+def uneven_inputs(case: Case) -> list[str]:
+    """Inputs of which the sample's part is larger in one run: padding that the recorder was not told of."""
+    left, right = case.left.contents, case.right.contents
+    assert isinstance(left, SampleContents)
+    assert isinstance(right, SampleContents)
+    found = []
+    for name, rows in case.left.leaves.by_name.items():
+        others = case.right.leaves.by_name.get(name)
+        if not others or rows[0].kind != "input":
+            continue
+        sizes = left.one.places.size[rows[0].value], right.one.places.size[others[0].value]
+        if min(sizes) >= 0 and sizes[0] != sizes[1]:
+            found.append(
+                f"{name} holds {sizes[0]} elements of the sample on the left and {sizes[1]} on the right"
+            )
+    return found[:3]
+
+
+def unplaced(trace: Trace) -> list[str]:
+    """What the recorder noted of a batch that it did not find."""
+    notes = trace.footer.notes if trace.footer is not None else ()
+    return [f"{trace.path}: {note}" for note in notes if "sample" in note]

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from opdrift.case import Case, Side
+from opdrift.diagnose.batches import uneven_inputs
 from opdrift.origins.search import Found, random_draws
 from opdrift.records import EnvironmentDifference, Header, Sides, TraceSummary, UnpairedGroup
 from opdrift.sinks import results_of_all
@@ -137,6 +138,10 @@ def _of_samples(case: Case, samples: tuple[int, int]) -> list[str]:
         for number, batch in zip(samples, batches, strict=True)
     ]
     found = [f"{words[0]} on the left against {words[1]} on the right"]
+    found += [
+        f"{uneven}, so padding may count as content: record padded runs with lengths="
+        for uneven in uneven_inputs(case)
+    ]
     other = results_of_all(case.compared, case.left.leaves, case.right.leaves)
     if other.common:
         found.append(f"{_some(other.common)}: made of all samples, so not compared")

@@ -9,17 +9,21 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 
 from opdrift.case import Case, Side
 from opdrift.origins.model import Origin, Story
-from opdrift.origins.single import entry, own_settings, size_of_result
+from opdrift.origins.single import entry, own_settings
 from opdrift.pairs import DIFFERENT, EQUAL, UNKNOWN
 from opdrift.receivers import Received
 from opdrift.records import Sides
 from opdrift.sinks import Sink
 from opdrift.sizes import measure
+
+#: Earlier writes of a storage that are looked at.
+_WRITES: Final = 64
 
 
 class Effects:
@@ -28,18 +32,38 @@ class Effects:
     Args:
         case: One sample of each batch.
         sinks: The results that differ.
+        limit: The largest relative difference that rounding grows to in these runs.
     """
 
-    def __init__(self, case: Case, sinks: Sequence[Sink]) -> None:
+    def __init__(self, case: Case, sinks: Sequence[Sink], limit: float) -> None:
         self._case = case
+        self._limit = limit
         self._sinks = sinks
         self._large: dict[tuple[int, int], bool] = {}
         compared = case.compared
         #: Per pair the rows of inputs that it, or what only one run made of it, made.
         self._readers: dict[int, list[int]] = defaultdict(list)
         for slot in np.flatnonzero(compared.inputs.status != EQUAL).tolist():
-            for maker in compared.behind(slot):
+            for maker in compared.behind(slot) | self._written_before(slot):
                 self._readers[maker].append(slot)
+
+    def _written_before(self, slot: int) -> set[int]:
+        """Pairs that wrote into the storage of an input before its last write: caches are filled part by part."""
+        compared = self._case.compared
+        found: set[int] = set()
+        for contents, values, row_of in (
+            (compared.left, compared.inputs.left, compared.row_of_left),
+            (compared.right, compared.inputs.right, compared.row_of_right),
+        ):
+            state = int(contents.states.of[values[slot]])
+            for _ in range(_WRITES):
+                state = int(contents.states.before[state])
+                writer = int(contents.states.writer[state]) if state >= 0 else -1
+                if writer < 0:
+                    break
+                if row_of[writer] >= 0:
+                    found.add(int(row_of[writer]))
+        return found
 
     def ends(self, origin: Origin) -> list[int] | None:
         """Where the effect of an origin ends.
@@ -51,7 +75,10 @@ class Effects:
         if origin.row < 0 or not self._sinks:
             return None
         compared, case = self._case.compared, self._case
-        reached, ended = self._follow(origin.row)
+        if origin.kind == "op" or self._goes_on(origin.row):
+            reached, ended = self._follow(origin.row)
+        else:
+            reached, ended = set(), {origin.row}
         for sink in self._sinks:
             if sink.left is None or sink.right is None:
                 return None
@@ -59,6 +86,21 @@ class Effects:
             if (not makers or makers & reached) and self._is_large(sink.left, sink.right):
                 return None
         return sorted(ended - reached, key=lambda r: int(case.pairing.left[r]))
+
+    def result_differs(self, times: float) -> bool:
+        """Whether a result differs by more than so many times what rounding grows to."""
+        gaps = [
+            measure(self._case, s.left, s.right)
+            for s in self._sinks
+            if s.left is not None and s.right is not None
+        ]
+        return any(
+            gap is None
+            or gap.relative is None
+            or gap.nonfinite_changed
+            or gap.relative > times * self._limit
+            for gap in gaps
+        )
 
     def unmasked(self, origin: Origin) -> Origin | None:
         """Attention whose queries and keys differ by an origin, whose values do not, and that is given no mask.
@@ -134,7 +176,7 @@ class Effects:
                 gap is None
                 or gap.relative is None
                 or gap.nonfinite_changed
-                or gap.relative > size_of_result(self._case, left)
+                or gap.relative > self._limit
             )
         return self._large[key]
 
@@ -168,11 +210,12 @@ def _at(case: Case, row: int, place: int, story: Story) -> Origin:
     )
 
 
-def lost_from_sight(case: Case, received: Received) -> Origin | None:
+def lost_from_sight(case: Case, limit: float, received: Received) -> Origin | None:
     """The pair from which on a sample could not be followed, if what is known again differs by more than before.
 
     Args:
         case: One sample of each batch.
+        limit: The largest relative difference that rounding grows to in these runs.
         received: Sizes at a pair that reads what could not be followed.
     """
     if received.before is not None or received.after is None:
@@ -183,7 +226,6 @@ def lost_from_sight(case: Case, received: Received) -> Origin | None:
     compared, outputs = case.compared, case.compared.outputs
     place = next(k for k in compared.outputs_of(received.row) if outputs.status[k] == DIFFERENT)
     values = int(outputs.left[place]), int(outputs.right[place])
-    limit = size_of_result(case, values[0])
     came = [
         measure(case, int(compared.inputs.left[k]), int(compared.inputs.right[k]))
         for k in compared.inputs_of(row)

@@ -49,6 +49,16 @@ def computes(side: Side, op: int) -> bool:
     return base(side.name(op)) not in _MOVING
 
 
+def mixes(side: Side, op: int) -> bool:
+    """Whether an op makes values of all samples, of values that were each a sample's own."""
+    trace = side.trace
+    outputs = [trace.samples.own.get(int(v)) for v in trace.ops.outputs[op].tolist()]
+    if not any(f is not None and f.mixed for f in outputs):
+        return False
+    inputs = [trace.batch_of(int(v)) for v in trace.ops.inputs[op].tolist()]
+    return not any(f is not None and f.mixed for f in inputs)
+
+
 def makes_nan(side: Side, op: int) -> bool:
     """Whether NaN comes out of an op although none went in."""
     return _makes(side, op, nan_only=True)

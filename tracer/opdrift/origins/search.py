@@ -74,7 +74,11 @@ def find_origins(case: Case, *, whole: bool) -> Found:
     origins = list(starts)
     receivers: list[int] = []
     stopped = False
-    for found, row in _walk(case, judge, live, made):
+    used = None
+    if case.by_sample:
+        results = [s.left for s in differing if s.left is not None]
+        used = single.used_states(case, live.left, results)
+    for found, row in _walk(case, judge, live, made, used):
         if found is None:
             receivers.append(row)
             continue
@@ -120,7 +124,11 @@ def _counts(case: Case, live: Sides[bytearray | None], rows: Ints) -> Ints:
 
 
 def _walk(
-    case: Case, judge: SlotJudge, live: Sides[bytearray | None], made: Sides[set[int]]
+    case: Case,
+    judge: SlotJudge,
+    live: Sides[bytearray | None],
+    made: Sides[set[int]],
+    used: Flags | None,
 ) -> Iterator[tuple[Origin | None, int]]:
     """Origins at pairs, in order; None for a pair that turned out to be a receiver."""
     compared = case.compared
@@ -142,7 +150,10 @@ def _walk(
         if direct[row]:
             origin = _direct(case, row)
             if case.by_sample:
-                origin = single.moved(case, origin)
+                at_output = single.at_used_output(case, origin, used)
+                if at_output is None:
+                    continue
+                origin = single.moved(case, at_output)
             if origin.op.left not in made.left or origin.op.right not in made.right:
                 yield origin, row
             continue
@@ -175,9 +186,6 @@ def _direct(case: Case, row: int) -> Origin:
     i, j = int(pairing.left[row]), int(pairing.right[row])
     slot, values = _first_output(case, row)
     settings = case.settings(i, j) if compared.settings_differ[row] else ()
-    if case.by_sample:
-        slot, values = single.worst_output(case, row) or (slot, values)
-        settings = single.own_settings(settings)
     return Origin(
         kind="op",
         story="op",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Final
 
@@ -11,6 +11,8 @@ import numpy as np
 
 from opdrift.bounds import explained
 from opdrift.case import Case
+from opdrift.contents import Flags
+from opdrift.origins.kinds import mixes
 from opdrift.origins.model import Origin
 from opdrift.pairs import DIFFERENT, UNKNOWN
 from opdrift.records import ArgumentDifference, Sides
@@ -18,17 +20,8 @@ from opdrift.samples import SampleContents
 from opdrift.sizes import measure
 from opdrift.tracefile.reader import Ints
 
-#: Relative differences that mean nothing for a result, by bits of the dtype's significand: what a rotation by an
-#: angle of a thousand loses, and 16 roundings of a 16-bit type.
-SMALL: Final = {"float16": 2.0**-7, "bfloat16": 2.0**-4}
-SMALL_ELSE: Final = 1e-4
 _SIZES: Final = re.compile(r"\[?-?\d+(, -?\d+)*\]?")
 _DEEPEST: Final = 400
-
-
-def size_of_result(case: Case, value: int) -> float:
-    """The largest relative difference of a value that means nothing for what is computed of it."""
-    return SMALL.get(case.left.trace.meta(value).dtype, SMALL_ELSE)
 
 
 def own_settings(settings: tuple[ArgumentDifference, ...]) -> tuple[ArgumentDifference, ...]:
@@ -41,18 +34,51 @@ def own_settings(settings: tuple[ArgumentDifference, ...]) -> tuple[ArgumentDiff
     )
 
 
-def worst_output(case: Case, row: int) -> tuple[int, Sides[int | None]] | None:
-    """Of several outputs that differ, the one that does by most: of a recurrent layer often only its last state."""
-    outputs = case.compared.outputs
-    places = np.flatnonzero((outputs.pair == row) & (outputs.status == DIFFERENT)).tolist()
-    if len(places) < 2:
+def used_states(case: Case, live: bytearray | None, results: Iterable[int]) -> Flags | None:
+    """Which states of the left run's storages have a part in a result; None if all may.
+
+    Args:
+        case: One sample of each batch.
+        live: The left ops that have a part in one.
+        results: Left values that are results.
+    """
+    if live is None:
         return None
-    sizes = []
-    for place in places:
-        gap = measure(case, int(outputs.left[place]), int(outputs.right[place]))
-        sizes.append(0.0 if gap is None or gap.relative is None else gap.relative)
-    place = places[int(np.argmax(sizes))]
-    return int(outputs.position[place]), Sides(int(outputs.left[place]), int(outputs.right[place]))
+    contents = case.left.contents
+    found = np.zeros(len(contents.states.writer), np.bool_)
+    inputs = contents.trace.ops.inputs
+    read = np.frombuffer(live, np.uint8)[inputs.rows()] != 0
+    found[contents.states.of[inputs.values[read]]] = True
+    found[contents.states.of[np.array([*results], np.int64)]] = True
+    return found
+
+
+def at_used_output(case: Case, origin: Origin, used: Flags | None) -> Origin | None:
+    """An origin at the output that differs by most, of those that have a part in a result; None if none has.
+
+    Of a recurrent layer the last state may hold padding, and nobody read it.
+    """
+    outputs = case.compared.outputs
+    of = case.left.contents.states.of
+    places = [
+        k
+        for k in case.compared.outputs_of(origin.row)
+        if outputs.status[k] == DIFFERENT and (used is None or used[of[outputs.left[k]]])
+    ]
+    if not places:
+        return None
+    if len(places) > 1:
+        gaps = [measure(case, int(outputs.left[k]), int(outputs.right[k])) for k in places]
+        sizes = [0.0 if gap is None or gap.relative is None else gap.relative for gap in gaps]
+        places = [places[int(np.argmax(sizes))]]
+    (place,) = places
+    values: Sides[int | None] = Sides(int(outputs.left[place]), int(outputs.right[place]))
+    return replace(
+        origin,
+        slot=int(outputs.position[place]),
+        values=values,
+        settings=own_settings(origin.settings),
+    )
 
 
 # ---- views of padding ------------------------------------------------------------------------------------
@@ -141,6 +167,16 @@ def _is_exact(case: Case, row: int) -> bool:
     return explained(case.left.views[int(case.pairing.left[row])], 0).exact
 
 
+def _rounds(case: Case, origin: Origin) -> bool:
+    """Whether rounding at its own op explains what differs."""
+    left, right = origin.values.left, origin.values.right
+    if left is None or right is None or origin.op.left is None:
+        return False
+    gap = measure(case, left, right)
+    bound = explained(case.left.views[origin.op.left], origin.slot or 0)
+    return gap is not None and gap.relative is not None and gap.relative <= bound.loose
+
+
 def at_maker(case: Case, origin: Origin) -> Origin:
     """An origin at the pair that made both values, where only what reads them tells that they differ.
 
@@ -169,8 +205,11 @@ def at_maker(case: Case, origin: Origin) -> Origin:
 
 def moved(case: Case, origin: Origin) -> Origin:
     """An origin at the pair where the sample was lost from sight, if it lies behind that."""
+    sides = ((case.left, origin.op.left), (case.right, origin.op.right))
+    if any(op is not None and mixes(side, op) for side, op in sides):
+        return origin
     row = entry(case, origin.row) if origin.row >= 0 else None
-    if row is None:
+    if row is None or _rounds(case, origin):
         return origin
     i, j = int(case.pairing.left[row]), int(case.pairing.right[row])
     return replace(origin, op=Sides(i, j), row=row, slot=0, order=float(i), inputs_match=None)

@@ -1,0 +1,97 @@
+"""What counts of the origins of one sample: those that make a difference to its results.
+
+Runs of batches of other sizes differ in ways that do no harm: positions that all count padding, where attention
+looks at distances only; places in a buffer that all samples share; padding that a library clears where there is some.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Final
+
+from opdrift.case import Case
+from opdrift.diagnose.judged import Judged
+from opdrift.diagnose.reach import reach_of
+from opdrift.origins.effects import Effects, cancelled
+from opdrift.origins.model import Origin
+from opdrift.origins.search import Found
+
+#: What rounding may make of float32 at most on a short way, and what turning by an angle of a thousand loses.
+_ROUNDING: Final = 1e-5
+_TURNED: Final = 1e-4
+#: Tables of sines in 16 bits are rounded at other positions otherwise: measured up to 1.5 times what products leave.
+_ROTARY: Final = 4
+#: What is left where a difference cancelled may still grow by so much beyond that, in models that amplify.
+_AMPLIFIED: Final = 16
+_WHOLE_NUMBERS: Final = ("int", "uint", "bool")
+
+
+def with_effect(
+    case: Case,
+    found: Found,
+    judged: list[Judged],
+    *,
+    judge: Callable[[Origin], Judged],
+    unexplained: Callable[[Sequence[Judged]], list[Judged]],
+) -> list[Judged]:
+    """The origins without those that make no difference to a result of the sample.
+
+    If nothing is left, the first op at which such a difference cancels stands for what is left of it. Rotary
+    positions cancel in attention whose padding is hidden: if it is not, that is what is wrong.
+
+    Args:
+        case: One sample of each batch.
+        found: What the search brought.
+        judged: Its origins.
+        judge: Judges an origin.
+        unexplained: Ops that do not explain their results, if no origin is material.
+    """
+    sinks = [s for s in found.sinks if s.differs]
+    limit = rounding_at_results(case)
+    of_positions = Effects(case, sinks, max(_ROTARY * limit, _TURNED))
+    of_places = Effects(case, sinks, limit)
+    kept: list[Judged] = []
+    ends, bare = set[int](), set[int]()
+    for each in judged:
+        counts = each.origin.kind == "op" and each.causes[0].slug == "position-ids"
+        effects = of_positions if counts else of_places
+        may_cancel = counts or _is_of_all(case, each) or _is_unsized(each)
+        ended = effects.ends(each.origin) if may_cancel else None
+        if ended is not None:
+            ends.update(ended)
+            continue
+        instead = effects.unmasked(each.origin) if counts else None
+        if instead is None:
+            kept.append(each)
+        elif instead.row not in bare:
+            bare.add(instead.row)
+            kept.append(judge(instead))
+    kept += unexplained(kept)
+    if len(kept) < len(judged) and not any(j.size.material for j in kept):
+        if of_places.result_differs(_AMPLIFIED if ends else 1):
+            return judged  # their effect was lost from sight, and something has one
+        first = next(filter(None, map(partial(cancelled, case), sorted(ends))), None)
+        if not kept and first is not None:
+            return [judge(first)]
+    return kept or judged
+
+
+def rounding_at_results(case: Case) -> float:
+    """The largest relative difference of results that rounding explains in these runs."""
+    reach = reach_of(case, 0.0)
+    return max(_ROUNDING, reach.explained if reach is not None else 0.0)
+
+
+def _is_of_all(case: Case, judged: Judged) -> bool:
+    """Whether an op computes whole numbers of all samples: where a row goes, not what is in it."""
+    value = judged.origin.values.left
+    if judged.origin.kind != "op" or value is None or judged.causes[0].slug != "batch-mixing":
+        return False
+    return case.left.trace.meta(value).dtype.startswith(_WHOLE_NUMBERS)
+
+
+def _is_unsized(judged: Judged) -> bool:
+    """Whether one run did something that the other did not, and how far that made the sample differ is not known."""
+    gap = judged.size.difference
+    return judged.origin.kind == "structure" and (gap is None or gap.relative is None)
