@@ -127,8 +127,14 @@ def test_an_origin_that_only_the_right_run_has_is_found():
 # ---- views ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("width", [40, 100])
-@pytest.mark.parametrize("name", ["around", "side_by_side", "tree"])
+@pytest.mark.parametrize(
+    ("name", "width"),
+    [
+        *((name, width) for name in ("around", "side_by_side", "tree") for width in (40, 100)),
+        ("side_by_side", 60),
+        ("side_by_side", 80),
+    ],
+)
 def test_views_read_as_they_were_accepted(name, width, golden):
     """Wide and narrow, from one pair of models that differ in a norm, a cast and an adapter."""
     found = rows(model(), model(change="*", cast=True, adapter=True), (5, 5))
@@ -140,6 +146,40 @@ def test_views_read_as_they_were_accepted(name, width, golden):
     }[name]()
     golden(f"views/{name}-{width}.txt", shown)
     assert max(map(cell_len, shown.splitlines())) <= width
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100])
+def test_both_runs_stay_readable_side_by_side(width):
+    """The ops of either run, their numbers and the size of the difference are there at any width."""
+    found = rows(model(), model(change="*", cast=True, adapter=True), (5, 5))
+
+    shown = views.side_by_side(found, 4, Screen(width=width, unicode=True)).splitlines()
+
+    heads = shown[2].split()
+    assert {"left", "right", "op", "differs"} <= set(heads)
+    assert any(line.split()[-1:] == ["0.1"] and "x" in line.split() for line in shown)
+    assert [line.split()[1] for line in shown if "_to_copy" in line] == (
+        ["8"] if width < 100 else ["+"]
+    )
+
+
+def test_an_op_of_other_shapes_takes_two_lines_where_it_is_narrow():
+    """One line a run, the right one below."""
+
+    def one(shape: tuple[int, ...]):
+        build = Builder()
+        weight = build.leaf("w", shape=(4, 4))
+        build.output(
+            build.op("mm", weight, build.leaf("x", kind="input", shape=shape), shape=shape)
+        )
+        return build.build()
+
+    shown = views.side_by_side(rows(one((4, 8)), one((4, 9)), (1, 1)), 4, Screen(width=60))
+
+    assert [line.split() for line in shown.splitlines() if "mm" in line] == [
+        ["x", "1", "aten.mm", "float32[4,", "8]"],
+        ["1", "aten.mm", "float32[4,", "9]"],
+    ]
 
 
 def test_context_counts_ops_on_each_side():

@@ -173,15 +173,22 @@ class Page:
     def table(
         self, columns: Sequence[Column], rows: Sequence[Sequence[str | Text]], *, indent: int = 2
     ) -> None:
-        """Rows below headings. A narrow screen loses whole columns, then the ends of paths; never digits."""
+        """Rows below headings. A narrow screen loses whole columns, then the ends of paths; never digits.
+
+        A row of one text among rows of several stands over those that follow.
+        """
         cells = [[c if isinstance(c, Text) else self.text(c) for c in row] for row in rows]
         heads = [self.text(c.title, "quiet") for c in columns]
-        shown = self._fitting(columns, [heads, *cells], indent)
-        widths = self._widths(columns, shown, [heads, *cells], indent)
+        whole = [heads, *(row for row in cells if len(row) == len(columns))]
+        shown = self._fitting(columns, whole, indent)
+        widths = self._widths(columns, shown, whole, indent)
         if any(columns[i].title for i in shown):
             cells.insert(0, heads)
         for row in cells:
             out = Text(" " * indent)
+            if len(row) < len(columns):
+                self._put(out, row[0], Text(" " * (indent + 2)))
+                continue
             for i in shown:
                 out.append_text(self._cell(row[i], columns[i], widths[i]))
                 out.append("  ")

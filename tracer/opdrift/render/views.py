@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from rich.text import Text
+
 from opdrift.render.page import Column, Page, Screen
 from opdrift.render.rows import MEANINGS, TONES, Row, Rows
 from opdrift.render.words import cell, count, name, size
@@ -11,9 +13,8 @@ from opdrift.tracefile.reader import Trace
 
 #: Rows on each side of the first divergence, unless `--context` says otherwise.
 CONTEXT: Final = 6
-#: Cells that an op's name keeps in two columns, on screens of at least this width.
+#: Cells that an op's name keeps in two columns.
 _NAME: Final = 24
-_ROOMY: Final = 80
 
 
 def around(rows: Rows, context: int, screen: Screen) -> str:
@@ -44,27 +45,31 @@ def around(rows: Rows, context: int, screen: Screen) -> str:
 
 
 def side_by_side(rows: Rows, context: int, screen: Screen) -> str:
-    """The ops around the first divergence in two columns; what is the same on the right is left out there."""
-    least = _NAME if screen.width is None or screen.width >= _ROOMY else 12
+    """The ops around the first divergence in two columns; what is the same on the right is left out there.
+
+    Where two columns do not fit, an op of both runs is one line, and two where the runs differ in it.
+    """
     columns = (
         Column("module", keep=4, shorten=True),
         Column("left", "right", keep=7),
-        Column("op", keep=9, shorten=True, least=least),
+        Column("op", keep=9, shorten=True, least=_NAME),
         Column("output", keep=3),
         Column("", keep=10),
         Column("right", "right", keep=5),
-        Column("op", keep=8, shorten=True, least=least),
+        Column("op", keep=8, shorten=True, least=_NAME),
         Column("output", keep=2),
         Column("differs by", "right", keep=6),
     )
     page, chosen = _opened(rows, context, screen)
     lines = []
     before = None
+    resized = False
     for row in chosen:
         found = rows[row]
         module = _module(*_either(rows, found))
         left = _cells(rows.traces[0], found.left)
         right = _cells(rows.traces[1], found.right)
+        resized |= bool(left[0] and right[0]) and left[2] != right[2]
         same = found.mark in "=~?" and left[1:] == right[1:]
         lines.append(
             (
@@ -76,8 +81,47 @@ def side_by_side(rows: Rows, context: int, screen: Screen) -> str:
             )
         )
         before = module
-    page.table(columns, lines, indent=0)
+    # shapes may go where all of them are alike
+    needed = [i for i, column in enumerate(columns) if resized or column.title != "output"]
+    kept = [columns[i] for i in needed], [[line[i] for i in needed] for line in lines]
+    if page.fits(*kept, indent=0):
+        page.table(columns, lines, indent=0)
+    else:
+        _stacked(page, rows, chosen)
     return _closed(page)
+
+
+def _stacked(page: Page, rows: Rows, chosen: range) -> None:
+    """The same one below the other, under the names of the modules."""
+    columns = (
+        Column("", keep=10),
+        Column("left", "right", keep=8),
+        Column("right", "right", keep=8),
+        Column("op", keep=9, shorten=True),
+        Column("output", keep=4),
+        Column("differs by", "right", keep=6),
+    )
+    lines: list[tuple[str | Text, ...]] = []
+    before = None
+    for row in chosen:
+        found = rows[row]
+        module = _module(*_either(rows, found))
+        if module != before:
+            lines.append((module,))
+        before = module
+        left = _cells(rows.traces[0], found.left)
+        right = _cells(rows.traces[1], found.right)
+        mark, size = page.text(found.mark, TONES[found.mark]), _size(rows, row)
+        if found.left is None:
+            lines.append((mark, "", *right, size))
+        elif found.right is None:
+            lines.append((mark, left[0], "", *left[1:], size))
+        elif left[1:] == right[1:]:
+            lines.append((mark, left[0], right[0], *left[1:], size))
+        else:
+            lines.append((mark, left[0], "", *left[1:], ""))
+            lines.append(("", "", *right, size))
+    page.table(columns, lines, indent=0)
 
 
 def _opened(rows: Rows, context: int, screen: Screen) -> tuple[Page, range]:
