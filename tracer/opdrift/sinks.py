@@ -14,7 +14,7 @@ from opdrift.extracalls import held, kept_of_extra_calls
 from opdrift.flow import steering_ops, unread
 from opdrift.leaves import LeafTable, match_rows
 from opdrift.matches import alike, by_content, by_maker, made
-from opdrift.pairs import DIFFERENT, Compared
+from opdrift.pairs import DIFFERENT, EQUAL, Compared
 from opdrift.records import Leaf, LeafKind
 from opdrift.samples import SampleContents
 from opdrift.tracefile.reader import Ints
@@ -49,7 +49,7 @@ def find_sinks(compared: Compared, left: LeafTable, right: LeafTable) -> list[Si
     known = {(s.left, s.right) for s in found}
     alive = _alive(compared, left, right, only_one=not found)
     found += [s for s in alive if (s.left, s.right) not in known]
-    found += _written_since(compared, left, right)
+    found += _written_since(compared, left, right, found)
     found += _more(compared, left, right, found)
     found += _steering(compared)
     if not found:
@@ -310,9 +310,21 @@ def _more(
     return found
 
 
-def _written_since(compared: Compared, left: LeafTable, right: LeafTable) -> list[Sink]:
-    """What one pair made and both runs kept, and one run alone wrote into once more."""
+def _written_since(
+    compared: Compared, left: LeafTable, right: LeafTable, known: list[Sink]
+) -> list[Sink]:
+    """What one pair made and both runs kept, and one run alone wrote into once more.
+
+    Not what is held against its namesake already, and not what was left as it was: `_fused_adamw_` says of
+    gradients, which it only reads, that it writes them.
+    """
     pairing = compared.pairing
+    of = compared.left.states.of, compared.right.states.of
+    named = {
+        (int(of[0][s.left]), int(of[1][s.right]))
+        for s in known
+        if s.left is not None and s.right is not None
+    }
     before: dict[tuple[int, int], tuple[int, bool]] = {}
     for leaf in right.alive:
         op, slot, again = _made_in_both(compared.right, leaf.value, pairing.left_of)
@@ -326,9 +338,21 @@ def _written_since(compared: Compared, left: LeafTable, right: LeafTable) -> lis
             if op >= 0
             else (None, False)
         )
-        if value is not None and again != too:
-            found.append(Sink("", "alive", leaf.value, value, differs=True))
+        if value is None or again == too:
+            continue
+        if (int(of[0][leaf.value]), int(of[1][value])) in named:
+            continue
+        ends = _last_of(compared.left, leaf.value), _last_of(compared.right, value)
+        if int(compared.status(np.array(ends[:1]), np.array(ends[1:]))[0]) != EQUAL:
+            found.append(Sink("", "alive", *ends, differs=True))
     return found
+
+
+def _last_of(contents: Contents, value: int) -> int:
+    """What stands for all of a value's storage, as it was last: views of it may lie otherwise in the other run."""
+    state = int(contents.states.of[value])
+    first = contents.value_of_state(state)
+    return first if contents.whole[first] or int(contents.states.before[state]) < 0 else value
 
 
 def _made_in_both(contents: Contents, value: int, partner: Ints) -> tuple[int, int, bool]:
