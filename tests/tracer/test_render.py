@@ -10,6 +10,8 @@ import re
 from dataclasses import replace
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from opdrift.records import (
@@ -649,6 +651,63 @@ def test_markdown_table_cells_cannot_end_early():
     assert rows
     for row in rows:
         assert len(re.findall(r"(?<!\\)\|", row)) == 5
+
+
+def outside_of_code(line: str) -> str:
+    """What CommonMark leaves outside of code spans: a run of backticks ends at the next run as long."""
+    plain, at = [], 0
+    for run in re.finditer("`+", line):
+        if run.start() < at:
+            continue
+        end = next((e for e in re.finditer("`+", line[run.end() :]) if e[0] == run[0]), None)
+        plain.append(line[at : run.start()])
+        at = run.end() + end.end() if end is not None else run.start()
+        if end is None:
+            plain.append(run[0])
+            at = run.end()
+    return "".join([*plain, line[at:]])
+
+
+ODD = st.text(st.sampled_from("`*_[]()<>|\\#@&~$ ,.:;a1/"), max_size=24)
+
+
+@given(ODD)
+@settings(deadline=None)
+@example("`a```")
+@example("`a`*b*")
+@example("*(`a`)")
+@example("**float32[4]**")
+@example("")
+def test_no_odd_name_leaves_a_backtick_open(odd):
+    """Whatever backticks a name or a sentence has, nothing of it ends up outside of code."""
+    assert not set(outside_of_code(markdown.prose(odd))) & set("`*_[]<>@#|&~$\\")
+    assert outside_of_code(markdown.code(odd)) == ""
+
+
+@given(st.lists(ODD, min_size=3, max_size=3))
+@settings(deadline=None)
+@example(["a\\|b", "\\", "|"])
+def test_no_odd_name_ends_a_table_cell(odd):
+    """GitHub splits a row at each bar that no backslash escapes; a row keeps its cells."""
+    cells = [markdown.code(odd[0]), markdown.prose(odd[1]), markdown.code(odd[2])]
+    for row in markdown._table(("a", "b", "c"), [cells])[2:]:
+        assert len(re.sub(r"\\.", "", row).split("|")) == 5
+
+
+@pytest.mark.parametrize(
+    ("sentence", "said"),
+    [
+        (
+            "only left: view at /v/lib/site-packages/transformers/sdpa.py:182 in `forward`",
+            "only left: view at `transformers/sdpa.py:182` in `forward`",
+        ),
+        ("(/v/site-packages/esm/a.py:3 in f)", "(`esm/a.py:3` in f)"),
+        ("weight`x/site-packages/a.py", "`` weight`a.py ``"),
+    ],
+)
+def test_shorter_paths_keep_their_code_spans(sentence, said):
+    """The path of an installed package is cut to its name, and the backtick before it stays."""
+    assert words.relative(markdown.prose(sentence), "/home") == said
 
 
 # ---- words and screens -----------------------------------------------------------------------------------

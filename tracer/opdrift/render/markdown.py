@@ -14,8 +14,11 @@ from opdrift.render.words import count, name, plural, ratio, readable, scope, si
 #: A word with one of these is set as code: Markdown, HTML, mentions and math then leave it alone;
 #: so is a dotted name, which nothing would harm, because it is one.
 _SPECIAL: Final = re.compile(r"[\\`*_\[\]<>|#@&~$]|[A-Za-z]\w*\.\w")
-#: Code that the causes wrote themselves, and layouts such as float32[4, 64].
-_CODE: Final = re.compile(r"(`[^`]+`|\b\w+\[[\d, ]*\])")
+#: Code that the causes wrote themselves, and layouts such as float32[4, 64]; only as words of their own:
+#: a span next to another backtick would end elsewhere.
+_CODE: Final = re.compile(
+    r"(?:^|(?<= )|(?<=^\()|(?<= \())(`[^`]+`|\w+\[[\d, ]*\])(?=[,;:.)]*(?: |$))"
+)
 _TRAILING: Final = ",;:.)"
 _ROWS: Final = 20
 
@@ -61,8 +64,8 @@ def _word(word: str) -> str:
 
 
 def code(text: str) -> str:
-    """A code span, fenced by more backticks than the text has in a row."""
-    shown = readable(text)
+    """A code span, fenced by more backticks than the text has in a row; a space for an empty text."""
+    shown = readable(text) or " "
     longest = max((len(run) for run in re.findall("`+", shown)), default=0)
     fence = "`" * (longest + 1)
     padding = " " if longest else ""
@@ -77,8 +80,9 @@ def _field(label: str, entries: Sequence[str]) -> list[str]:
 
 def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     def row(cells: Sequence[str]) -> str:
-        # GitHub wants the bar escaped in a table even inside code
-        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+        # GitHub wants the bar escaped in a table even inside code, and a backslash before it would undo that
+        safe = (cell.replace("\\|", "\\x5c|").replace("|", "\\|") for cell in cells)
+        return f"| {' | '.join(safe)} |"
 
     return [row(titles), "|" + "---|" * len(titles), *(row(r) for r in rows)]
 

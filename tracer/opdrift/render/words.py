@@ -12,7 +12,9 @@ from typing import Final
 #: Longer names are cut in the middle: both ends of a module path or a C++ kernel name tell most.
 NAME_LIMIT: Final = 160
 _PACKAGES: Final = f"{os.sep}site-packages{os.sep}"
-_INSTALLED: Final = re.compile(rf"(?<![^\s(\"'])[^\s(\"']*{re.escape(_PACKAGES)}")
+_INSTALLED: Final = re.compile(
+    rf"(?<![^\s(\"'`])[^\s(\"'`]*{re.escape(_PACKAGES)}"  # a backtick before it opens a code span
+)
 #: Unicode categories that can move the cursor, hide text or break a line: controls, formats (bidi
 #: overrides, zero-width), surrogates, private use, unassigned, line and paragraph separators.
 _UNPRINTABLE: Final = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
@@ -77,6 +79,13 @@ def cell(path: str) -> str:
 def count(number: int) -> str:
     """41370 -> "41,370"."""
     return f"{number:,}"
+
+
+def ordinal(number: int) -> str:
+    """Which one, counted from 0: 0 -> "1st", 1 -> "2nd", 11 -> "12th"."""
+    place = number + 1
+    teens = 11 <= place % 100 <= 13
+    return f"{count(place)}{'th' if teens else {1: 'st', 2: 'nd', 3: 'rd'}.get(place % 10, 'th')}"
 
 
 def plural(number: int, noun: str) -> str:
