@@ -13,6 +13,7 @@ from typing import Final, Literal
 import numpy as np
 import numpy.typing as npt
 
+from opdrift import components
 from opdrift.compare import Difference, difference
 from opdrift.tfp1 import SAMPLES, Code
 from opdrift.tracefile.reader import Fingerprint
@@ -54,6 +55,8 @@ _EIGHT_BITS: Final = (5e-4, 0.05)
 _ROUNDING: Final = 5e-7
 #: Weights of one training are this near; independent ones are 1.4 apart.
 _NEAR: Final = 0.5
+#: So many standard deviations may a size lie off what is expected.
+_DEVIATIONS: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +148,10 @@ def _scaled(left: Fingerprint, right: Fingerprint, gap: Difference) -> Likeness 
     if not (negative or positive) or math.isclose(factor, 1.0, rel_tol=_SAME_FACTOR) > negative:
         return None
     signed = -factor if negative and not positive else factor
-    expected = abs(signed - 1.0)
-    if gap.relative is None or not 0.7 * expected < gap.relative < 1.4 * expected:
+    a, b = _samples(left), _samples(right)
+    if a is None or b is None or len(a) != len(b):
+        return None
+    if not np.allclose(b, signed * a, rtol=_SAME_FACTOR, atol=_SAME_FACTOR * right.absmax):
         return None  # scaled and rearranged, or one extreme element in common by chance
     if math.isclose(signed, -1.0, rel_tol=_SAME_FACTOR):
         return Likeness("negated", "every number has the other sign", detail="-1")
@@ -159,9 +164,10 @@ def _zeroed(left: Fingerprint, right: Fingerprint, gap: Difference) -> Likeness 
     """||a - b||^2 = ||a||^2 - ||b||^2 where b is a with some elements set to 0; the sampled others are equal."""
     for number, (more, fewer) in enumerate(((right, left), (left, right))):
         lost = fewer.ssq - more.ssq
-        if more.zero <= fewer.zero or lost <= 0 or gap.absolute_l2 is None:
+        if more.zero <= fewer.zero or lost <= 0 or not gap.absolute_l2 or gap.relative is None:
             continue
-        if not 0.6 < gap.absolute_l2**2 / lost < 1.6:
+        spread = _DEVIATIONS * (gap.uncertainty or 0.0) / gap.relative
+        if abs(gap.absolute_l2 / math.sqrt(lost) - 1) > spread + _SAME_FACTOR:
             continue
         a, b = _samples(more), _samples(fewer)
         if a is None or b is None or len(a) != len(b):
@@ -262,11 +268,4 @@ def _is_coarse(number: float) -> bool:
 
 
 def _samples(print_: Fingerprint) -> Doubles | None:
-    bits = print_.sample
-    if print_.code == Code.F32:
-        return bits.astype("<u4").view("<f4").astype(np.float64)
-    if print_.code == Code.F16:
-        return bits.astype("<u2").view("<f2").astype(np.float64)
-    if print_.code == Code.BF16:
-        return (bits.astype("<u4") << np.uint32(16)).view("<f4").astype(np.float64)
-    return None
+    return components.numbers(print_) if components.is_float(print_) else None

@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from opdrift import tfp1
+from opdrift import components, tfp1
 from opdrift.case import Side
 from opdrift.causes.evidence import Evidence, cause, counted, scope
 from opdrift.causes.likeness import Kind, likeness
@@ -183,12 +183,7 @@ def _is_ratio(a: float, b: float, steps: int) -> bool:
 
 
 def _samples(print_: Fingerprint) -> npt.NDArray[np.float64] | None:
-    bits = print_.sample
-    if print_.code == tfp1.Code.F32:
-        return bits.astype("<u4").view("<f4").astype(np.float64)
-    if print_.code == tfp1.Code.F16:
-        return bits.astype("<u2").view("<f2").astype(np.float64)
-    return None
+    return components.numbers(print_) if components.is_float(print_) else None
 
 
 def _low_rank(e: Evidence) -> list[str]:
