@@ -131,7 +131,11 @@ def test_a_freed_storage_is_never_read(python: Python):
         """
     )
 
-    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "()", "")
+    assert (done.returncode, done.stdout.strip()) == (0, "()")
+    assert done.stderr == (  # the weight's; the other tensors without memory are read by no op
+        "opdrift recorded 1 values without their contents: its storage was freed: 0 bytes are left of the 16 it needs."
+        " The run is not affected; the trace lists them.\n"
+    )
 
 
 def test_memory_that_nobody_has_written_is_not_fingerprinted(tmp_path: Path):

@@ -65,8 +65,12 @@ VALUES: Final = 8192
 FINGERPRINTS: Final = 2048
 IDS: Final = 1 << 15
 CALLS: Final = 4096
-_PACK_IDS: Final = [struct.Struct(f"<{n}q").pack_into for n in range(65)]
-
+#: Of fewer ids than this there is a ready packer of a length: `PACK_IDS[length](buffer, offset, *ids)`.
+MANY_IDS: Final = 65
+PACK_IDS: Final = [struct.Struct(f"<{n}q").pack_into for n in range(MANY_IDS)]
+#: Attributes of a `Struct` are looked up anew each time.
+OP_BYTES: Final = OP.size
+VALUE_BYTES: Final = VALUE.size
 
 Counts = tuple[int, int, int, int]
 MakeColumns = Callable[["npt.NDArray[Any]"], "Columns"]
@@ -122,8 +126,8 @@ class ThreadBuffers:
     def __init__(self, index: int, fingerprint_row: np.dtype[Any], columns: MakeColumns) -> None:
         self.index = index
         self.ident = threading.get_ident()
-        self.ops = bytearray(OP.size * OPS)
-        self.values = bytearray(VALUE.size * VALUES)
+        self.ops = bytearray(OP_BYTES * OPS)
+        self.values = bytearray(VALUE_BYTES * VALUES)
         self.ids = bytearray(8 * IDS)
         self.calls = bytearray(CALL.size * CALLS)
         self.fingerprint_row = fingerprint_row
@@ -160,15 +164,6 @@ class ThreadBuffers:
             or self.fingerprint_count > self.done[2]
             or self.call_count > self.done[4]
         )
-
-    def add_ids(self, ids: list[int]) -> None:
-        """Append an op's value ids; the caller has made sure that they fit."""
-        n = len(ids)
-        if n < 65:
-            _PACK_IDS[n](self.ids, self.id_count * 8, *ids)
-        else:
-            struct.pack_into(f"<{n}q", self.ids, self.id_count * 8, *ids)
-        self.id_count += n
 
     def counts(self) -> Counts:
         """How many whole rows there are now: ops, values, fingerprints, calls.

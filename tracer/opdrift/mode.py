@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
+from struct import pack_into
 from sys import _getframe
 from threading import get_ident
 from time import perf_counter_ns as now
@@ -20,7 +21,7 @@ from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from opdrift.buffers import IDS, OP, OPS
+from opdrift.buffers import IDS, MANY_IDS, OP, OP_BYTES, OPS, PACK_IDS
 from opdrift.choices import (
     ADDS,
     ATTENTION,
@@ -203,7 +204,10 @@ class RecordingMode(TorchDispatchMode):
                     elif state.at and (
                         storage.data_ptr() != state.at
                         or (state.version is not None and a._version != state.version)
-                        or t.clock > values.rereading.gate
+                        or (
+                            t.clock > values.rereading.gate
+                            and not values.rereading.passes_over(state.leaf)
+                        )
                     ):
                         use = Use(plan, args, kwargs or _NO_ARGUMENTS)
                         known = entry
@@ -234,7 +238,9 @@ class RecordingMode(TorchDispatchMode):
             signature = self._signatures.get(signature_key)
             if signature is None:
                 signature = self._signature(plan, signature_key, args, kwargs or _NO_ARGUMENTS)
-            if plan.asks:
+            if plan.asks == ADDS:
+                flags |= added_requires_grad(args)
+            elif plan.asks:
                 flags |= self._ask(t, plan, args, kwargs or _NO_ARGUMENTS, frame)
             node = current_node()
             grad = is_grad_enabled()
@@ -266,9 +272,8 @@ class RecordingMode(TorchDispatchMode):
         except BaseException as error:
             repaired = numbers_as_tensors(plan, args, error)
             if repaired is None:
-                place = (signature, t.call, source, t.index, phase, flags | RAISED)
-                row = (seq, started, now() - started, number, rng, *place)
-                self._cut_short(t, plan, row, ids, len(ids), 0)
+                row = (seq, started, now() - started, number, rng, signature, source, phase)
+                self._cut_short(t, plan, ids, len(ids), 0, *row, flags | RAISED)
                 raise
         if repaired is not None:  # outside the handler, so that an error of the op has no context
             out = run(plan, repaired, kwargs or _NO_ARGUMENTS, self._keys)
@@ -280,10 +285,11 @@ class RecordingMode(TorchDispatchMode):
             if plan.collective:
                 use = Use(plan, args, kwargs or _NO_ARGUMENTS)
                 flags |= self._collective(t, use, out, ids)
+                mutated = len(ids) - ins
             elif plan.writes:
                 use = Use(plan, args, kwargs or _NO_ARGUMENTS)
                 flags |= self._written(t, use, ids)
-            mutated = len(ids) - ins
+                mutated = len(ids) - ins
             kind = type(out)
             if kind is Tensor:
                 if plan.settled:
@@ -300,17 +306,19 @@ class RecordingMode(TorchDispatchMode):
                 self._write_mark(t, "scalar", {"value": encode(out)})
             elif kind is not type(None):
                 self._outputs(t, plan, (out,), ids)
-            place = (signature, t.call, source, t.index, phase, flags)
-            row = (seq, started, ended - started, number, rng, *place)
-            self._commit(t, row, ids, ins, mutated)
+            took = ended - started
+            # fmt: off
+            self._commit(
+                t, ids, ins, mutated, seq, started, took, number, rng, signature, source, phase, flags
+            )
+            # fmt: on
             t.clock = ended
             if ended > t.due:
                 self._flush(t)
         except Exception as error:
             self._failed(plan.name, error)
-            place = (signature, t.call, source, t.index, phase, flags | TRACER_FAILED)
-            row = (seq, started, ended - started, number, rng, *place)
-            self._cut_short(t, plan, row, ids, ins, mutated)
+            row = (seq, started, ended - started, number, rng, signature, source, phase)
+            self._cut_short(t, plan, ids, ins, mutated, *row, flags | TRACER_FAILED)
         if self._batches is not None:
             self._follow(self._batches, t, plan, signature, args, kwargs or _NO_ARGUMENTS, out)
         return out
@@ -324,8 +332,6 @@ class RecordingMode(TorchDispatchMode):
         frame: FrameType,
     ) -> int:
         """Look at what steers the choice of an implementation, before the op has a number."""
-        if plan.asks == ADDS:
-            return added_requires_grad(args)
         words = why_not_fast(frame)
         if words != self._fast_paths.get(t.path, _NO_ARGUMENTS):
             if len(self._fast_paths) >= _MAX_SIGNATURES:
@@ -369,30 +375,60 @@ class RecordingMode(TorchDispatchMode):
     # ---- rows ----------------------------------------------------------------------------------------
 
     def _commit(
-        self, t: ThreadBuffers, row: tuple[int, ...], ids: list[int], ins: int, mutated: int
-    ) -> None:
-        """Append a row, which is `buffers.OP` up to the flags, and its value ids, `ins` of inputs first."""
-        count = len(ids)
-        if t.op_count == OPS or t.id_count + count > IDS:
-            self._flush(t)
-            if count > IDS:
-                t.ids = bytearray(8 * count)  # an op over more tensors than a buffer holds
-        t.add_ids(ids)
-        OP.pack_into(t.ops, t.op_count * OP.size, *row, mutated, ins, count - ins)
-        t.op_count += 1
-
-    def _cut_short(
         self,
         t: ThreadBuffers,
-        plan: Plan,
-        row: tuple[int, ...],
         ids: list[int],
         ins: int,
         mutated: int,
+        seq: int,
+        started: int,
+        took: int,
+        number: int,
+        rng: int,
+        signature: int,
+        source: int,
+        phase: int,
+        flags: int,
     ) -> None:
-        """Append the row of an op that raised, or at which the tracer failed."""
+        """Append an op's row and its value ids, `ins` of inputs first."""
+        count, row, at = len(ids), t.op_count, t.id_count
+        if row == OPS or at + count > IDS:
+            self._flush(t)
+            row = at = 0
+            if count > IDS:
+                t.ids = bytearray(8 * count)  # an op over more tensors than a buffer holds
+        if count < MANY_IDS:
+            PACK_IDS[count](t.ids, at * 8, *ids)
+        else:
+            pack_into(f"<{count}q", t.ids, at * 8, *ids)
+        t.id_count = at + count
+        # in the order of `buffers.OP_FIELDS`
+        OP.pack_into(
+            t.ops,
+            row * OP_BYTES,
+            seq,
+            started,
+            took,
+            number,
+            rng,
+            signature,
+            t.call,
+            source,
+            t.index,
+            phase,
+            flags,
+            mutated,
+            ins,
+            count - ins,
+        )
+        t.op_count = row + 1
+
+    def _cut_short(
+        self, t: ThreadBuffers, plan: Plan, ids: list[int], ins: int, mutated: int, *row: int
+    ) -> None:
+        """Append the row of an op that raised, or at which the tracer failed; arguments as `_commit`'s."""
         try:
-            self._commit(t, row, ids, ins, mutated)
+            self._commit(t, ids, ins, mutated, *row)
         except Exception as error:
             self._failed(plan.name, error)
 
@@ -463,7 +499,7 @@ class RecordingMode(TorchDispatchMode):
         elif state.at and (
             storage.data_ptr() != state.at
             or (state.version is not None and a._version != state.version)
-            or t.clock > values.rereading.gate
+            or (t.clock > values.rereading.gate and not values.rereading.passes_over(state.leaf))
         ):
             known = entry
             entry = values.rereading.look(t, a, state, entry, use, compiled=flags & COMPILED)

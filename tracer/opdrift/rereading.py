@@ -86,6 +86,20 @@ class Rereading:
                 return found
         return self._recheck(t, tensor, state, entry) if t.clock > self.gate else entry
 
+    def passes_over(self, leaf: Leaf | None) -> bool:
+        """Whether a leaf at its use has had its turn to be read again; the gate is open.
+
+        This is all that most uses come to, so it asks nothing else, not even whether the op reads it.
+        """
+        if leaf is None or self._always or leaf.turn <= self.round:
+            return False
+        self._passed_over += 1
+        if self._passed_over >= _ROUND:
+            self.round += 1
+            return False
+        self._spend(_LOOK_NS)
+        return True
+
     def moved(self, t: ThreadBuffers, tensor: Tensor, state: StorageState, entry: Entry) -> Entry:
         """A leaf whose address or version changed with no op that we saw: read it again.
 
@@ -111,9 +125,10 @@ class Rereading:
         leaf = state.leaf
         if leaf is None or state.special is not None:
             return entry
-        if not self._always and not self._has_turn(leaf):
-            self._spend(_LOOK_NS)
+        if self.passes_over(leaf):
             return entry
+        self._passed_over = 0
+        leaf.turn = self.round + 1
         started = now()
         if not self._always and self._values.is_elsewhere(tensor):
             self._probe(t, tensor, state, leaf)
@@ -128,17 +143,6 @@ class Rereading:
         self._spent += nanoseconds
         if not self._always and self._spent > RECHECK_GRANT_NS:
             self.gate = self.opened + int((self._spent - RECHECK_GRANT_NS) / RECHECK_SHARE)
-
-    def _has_turn(self, leaf: Leaf) -> bool:
-        """Whether a leaf may be read again now; a round ends when those in use have had their turn."""
-        if leaf.turn > self.round:
-            self._passed_over += 1
-            if self._passed_over < _ROUND:
-                return False
-            self.round += 1
-        self._passed_over = 0
-        leaf.turn = self.round + 1
-        return True
 
     def is_unchanged(self, tensor: Tensor, leaf: Leaf) -> bool | None:
         """Whether a leaf holds what it held when last read, by any view of it; None if that is unknown.

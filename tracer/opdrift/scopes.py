@@ -13,8 +13,9 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.modules.module as torch_modules
@@ -269,10 +270,16 @@ class Scopes:
     def leave(self, module: Module, args: tuple[Any, ...], output: Any) -> None:
         """A module returned or raised."""
         t = self._here()
-        if t is None or not self._is_open(t, id(module)):
+        if t is None:
+            return
+        stack, holder, call = t.stack, id(module), t.call
+        if stack and stack[-1].holder == holder:
+            t.call, t.source, t.path, t.module, _ = stack.pop()
+            t.modules -= 1
+        elif self._is_open(t, holder):
+            self._return_to(t, holder)
+        else:
             return  # a hook of the program raised before ours ran
-        call = t.call
-        self._return_to(t, id(module))
         if not t.modules and not t.paused and current_node() is None:
             try:
                 self._on_root_done(t, module, call, output)
@@ -357,19 +364,33 @@ def name_arguments(
     module: Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any]]:
     """The tensors among a forward's arguments, named by its signature: `input_ids`, `cache[0].key`."""
-    inner = unwrapped(module)
-    try:
-        names = [
-            p.name
-            for p in inspect.signature(inner.forward).parameters.values()
-            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        ]
-    except (TypeError, ValueError):
-        names = []
+    names = _positional_names(unwrapped(module)) if args else ()
     for position, value in enumerate(args):
         yield from walk(names[position] if position < len(names) else f"args[{position}]", value)
     for name, value in kwargs.items():
         yield from walk(name, value)
+
+
+#: What the arguments of a class's `forward` are called: `inspect` takes 50 us to find out.
+_names_of_forwards: Final[WeakKeyDictionary[Any, tuple[str, ...]]] = WeakKeyDictionary()
+
+
+def _positional_names(module: Module) -> tuple[str, ...]:
+    """The names of a forward's positional arguments; none if it does not tell."""
+    own = None if "forward" in module.__dict__ else type(module).forward
+    found = None if own is None else _names_of_forwards.get(own)
+    if found is None:
+        try:
+            found = tuple(
+                p.name
+                for p in inspect.signature(module.forward).parameters.values()
+                if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+            )
+        except (TypeError, ValueError):
+            found = ()
+        if isinstance(own, FunctionType):
+            _names_of_forwards[own] = found
+    return found
 
 
 def walk(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:

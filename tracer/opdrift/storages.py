@@ -188,10 +188,12 @@ def in_layout(storage: torch.UntypedStorage, key: Key) -> Tensor | None:
 
 def _extent(key: Key) -> int:
     """Elements of storage from the first to the last element of a layout."""
-    shape, stride = key[0], key[1]
-    if 0 in shape:
-        return 0
-    return int(1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)))
+    extent = 1
+    for size, step in zip(key[0], key[1], strict=True):
+        if not size:
+            return 0
+        extent += (size - 1) * step
+    return int(extent)
 
 
 def is_row_major(shape: Sequence[int], stride: Sequence[int]) -> bool:

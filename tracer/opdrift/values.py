@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
-from opdrift.buffers import FINGERPRINTS, VALUE, VALUES
+from opdrift.buffers import FINGERPRINTS, VALUE, VALUE_BYTES, VALUES
 from opdrift.fingerprint.tensors import MANY, without_repeats
 from opdrift.memory import Generated, InFlight, Unwritten
 from opdrift.records import COMPILED, READ_UNINITIALISED, REREAD
@@ -44,7 +43,9 @@ if TYPE_CHECKING:
 #: Types whose content is their storage's. Every other subclass is passed on and seen by its inner ops.
 PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 _MAX_METAS: Final = 65536
-Put = Callable[[int, int, int, int, int], None]
+#: Meta id, what fingerprints it, its components, their kind.
+_Ready = tuple[int, Callable[[int, int, int, int, int], None], int, int]
+_HOST: Final = torch.device("cpu")
 _MAX_REASONS: Final = 50
 #: So many storages are made before those of them that died are forgotten; fewer than gc's threshold.
 _MAX_LATEST: Final = 256
@@ -80,8 +81,8 @@ class Values:
         self.rereading = Rereading(self, integrity, thread=thread)
         self._metas: dict[Key, int] = {}
         self._meta_ids = itertools.count(1)
-        #: of layouts whose memory can be read as it is: what fingerprints it, its components, their kind
-        self._direct: dict[int, tuple[Put, int, int]] = {}
+        #: what new memory of the host in a layout that can be read as it is needs, all in one look-up
+        self._ready: dict[Key, _Ready] = {}
         self._value_ids = itertools.count(1)
         self._storage_ids = itertools.count(1)
         #: storages made during the run, the latest ones apart: those still alive at exit are results
@@ -108,7 +109,7 @@ class Values:
         if row == VALUES:
             self._flush(t)
             row = 0
-        VALUE.pack_into(t.values, row * VALUE.size, value, state.id, offset, state.writes, meta)
+        VALUE.pack_into(t.values, row * VALUE_BYTES, value, state.id, offset, state.writes, meta)
         t.value_count = row + 1
         state.last = value
         return entry
@@ -119,32 +120,34 @@ class Values:
         state: StorageState | None = getattr(storage, self.key, None)
         key = (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
         if state is None:
-            state = StorageState(next(self._storage_ids), tensor.device)
+            ready, address = self._ready.get(key), 0
+            if ready is not None and not plan.quiet and tensor.is_cpu:
+                address = tensor.data_ptr()  # none: autograd's zeros without memory
+            if ready is None or not address:
+                self._new_output(t, tensor, storage, key, outputs, plan)
+                return
+            # as `_new_output`, without the calls: most outputs are of this sort
+            row, print_row = t.value_count, t.fingerprint_count
+            if row == VALUES or print_row == FINGERPRINTS:
+                self._flush(t)
+                row = print_row = 0
+            meta, put, n, kind = ready
+            value, ident = next(self._value_ids), next(self._storage_ids)
+            state = StorageState(ident, _HOST)
+            state.values[key] = value, meta
+            state.last = state.hashed = value
             setattr(storage, self.key, state)
-            self._latest.append(weakref.ref(state))
-            if len(self._latest) >= _MAX_LATEST:
+            latest = self._latest
+            latest.append(weakref.ref(state))
+            if len(latest) >= _MAX_LATEST:
                 self._drop_dead()
-            value, meta = self.make(t, state, key)
+            VALUE.pack_into(t.values, row * VALUE_BYTES, value, ident, key[2], 0, meta)
+            t.value_count = row + 1
             outputs.append(value)
-            if plan.fresh:
-                state.special = None if tensor.is_meta else Unwritten(storage)
-            elif not plan.deferred:  # also where a view op had to copy: `reshape` in inference_mode
-                state.hashed = value
-                direct, row = self._direct.get(meta), t.fingerprint_count
-                if (
-                    direct is not None
-                    and row < FINGERPRINTS
-                    and not plan.quiet
-                    and (address := tensor.data_ptr())
-                ):  # as in `fingerprint`, without the calls: most outputs are of this sort
-                    put, n, kind = direct
-                    put(t.fingerprint_at + row * self.row_bytes, address, n, kind, value)
-                    t.fingerprint_count = row + 1
-                elif not self.fingerprint(t, tensor, value):
-                    state.hashed = 0
-                    return
-                if self._watching:
-                    self._watch(t, tensor, state, key)
+            put(t.fingerprint_at + print_row * self.row_bytes, address, n, kind, value)
+            t.fingerprint_count = print_row + 1
+            if self._watching:
+                self._watch(t, tensor, state, key)
             return
         entry = state.values.get(key)
         if entry is not None:  # an alias of something known: no new value, no hash
@@ -155,6 +158,35 @@ class Values:
         # after a partial write no other fingerprint tells this view's content
         if not plan.quiet or (state.partial and self.integrity != "off"):
             self.show(t, tensor, state, value, key)
+
+    def _new_output(
+        self,
+        t: ThreadBuffers,
+        tensor: Tensor,
+        storage: torch.UntypedStorage,
+        key: Key,
+        outputs: list[int],
+        plan: Plan,
+    ) -> None:
+        """Register an output in new memory of any sort."""
+        state = StorageState(next(self._storage_ids), tensor.device)
+        setattr(storage, self.key, state)
+        self._latest.append(weakref.ref(state))
+        value, meta = self.make(t, state, key)
+        outputs.append(value)
+        if plan.fresh:
+            state.special = None if tensor.is_meta else Unwritten(storage)
+        elif not plan.deferred:  # also where a view op had to copy: `reshape` in inference_mode
+            state.hashed = value
+            if not self.fingerprint(t, tensor, value):
+                state.hashed = 0
+            elif self._watching:
+                self._watch(t, tensor, state, key)
+        component = self.kinds.get(tensor.dtype)
+        if component is not None and tensor.device == _HOST and is_row_major(*key[:2]):
+            n = tensor.numel()
+            put = self.put if n < self.large else self.put_large
+            self._ready[key] = meta, put, n, component
 
     def _watch(self, t: ThreadBuffers, tensor: Tensor, state: StorageState, key: Key) -> None:
         """Keep the digest of what an op made and what was fingerprinted just now, to check it at its uses."""
@@ -192,27 +224,37 @@ class Values:
         state.special = in_flight
         outputs.append(self.make(t, state, key_of(tensor))[0])
 
-    def fingerprint(self, t: ThreadBuffers, tensor: Tensor, value: int) -> bool:
-        """Fingerprint a readable tensor, into the thread's ring or its device's; False if that is impossible."""
+    def fingerprint(
+        self, t: ThreadBuffers, tensor: Tensor, value: int, *, is_there: bool = False
+    ) -> bool:
+        """Fingerprint a readable tensor, into the thread's ring or its device's; False if that is impossible.
+
+        Args:
+            t: The buffers of the current thread.
+            tensor: What to fingerprint.
+            value: Its value id.
+            is_there: `is_readable` has said that its storage is as long as it must be.
+        """
         if self.is_elsewhere(tensor):
             return self._enqueue(tensor, value)
         kind = self.kinds.get(tensor.dtype)
+        n, address = tensor.numel(), tensor.data_ptr()
         if (
             kind is None
+            or not address  # a freed storage, or autograd's zeros
             or not tensor.is_contiguous()
             or tensor.is_neg()
             or tensor.is_conj()
-            or (not tensor.data_ptr() and tensor.numel())  # a freed storage, or autograd's zeros
         ):
-            if not self.can_read(tensor):  # reading would end the process
+            # else reading would end the process
+            if not (is_there and address) and not self.can_read(tensor):
                 return False
             tensor = self.engine.plain(tensor)
-            kind = self.kinds[tensor.dtype]
+            n, address, kind = tensor.numel(), tensor.data_ptr(), self.kinds[tensor.dtype]
         row = t.fingerprint_count
         if row == FINGERPRINTS:
             self._flush(t)
             row = 0
-        n, address = tensor.numel(), tensor.data_ptr()
         (self.put if n < self.large else self.put_large)(
             t.fingerprint_at + row * self.row_bytes, address, n, kind, value
         )
@@ -239,7 +281,7 @@ class Values:
             if self._enqueue(tensor, value, then):
                 state.hashed = value
             return
-        if not self.fingerprint(t, tensor, value):
+        if not self.fingerprint(t, tensor, value, is_there=True):
             return
         state.hashed = value
         if leaf is not None:
@@ -373,7 +415,7 @@ class Values:
             flags |= REREAD
         elif not special.may_hold(tensor):
             flags |= READ_UNINITIALISED
-        if entry[0] != state.hashed and self.fingerprint(t, tensor, entry[0]):
+        if entry[0] != state.hashed and self.fingerprint(t, tensor, entry[0], is_there=True):
             state.hashed = entry[0]
         return entry, flags
 
@@ -551,14 +593,9 @@ class Values:
     def _new_meta(self, key: Key) -> int:
         if len(self._metas) >= _MAX_METAS:
             self._metas.clear()  # ids go on: a layout seen again gets a second one
-            self._direct.clear()
+            self._ready.clear()
         meta = self._metas[key] = next(self._meta_ids)
         shape, stride, dtype, device = key
-        component = self.kinds.get(dtype)
-        if component is not None and device.type == "cpu" and is_row_major(shape, stride):
-            n = math.prod(shape)
-            put = self.put if n < self.large else self.put_large
-            self._direct[meta] = put, n, component
         text = [
             list(map(int, shape)),
             list(map(int, stride)),
