@@ -11,6 +11,9 @@ from opdrift.errors import InvalidOptionError
 TRACE_SCHEMA: Final = "opdrift.trace/1"
 DIAGNOSIS_SCHEMA: Final = "opdrift.diagnosis/1"
 
+#: Where an op of no module ran, in words.
+OUTSIDE: Final = "the program outside every module"
+
 # ---- what a trace holds --------------------------------------------------------------------------
 
 #: Bits of an op's `flags`.
@@ -301,6 +304,7 @@ class Divergence:
             logs of other tools "norms", how far two norms are apart, a lower bound, or "hashes").
         final_relative_difference: The same measure at the run's output.
         arithmetic: In what the op computes: `bfloat16`, `float32, TF32 off`.
+        outside: The op ran outside every module: a loss or an optimizer's step that the program calls itself.
     """
 
     kind: DivergenceKind
@@ -328,6 +332,7 @@ class Divergence:
     members: tuple[str, ...] = ()
     how: str | None = None
     arithmetic: str | None = None
+    outside: bool = False
 
 
 @dataclass(frozen=True, slots=True)

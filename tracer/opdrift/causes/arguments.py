@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from opdrift.causes.evidence import SIDES, Evidence, cause, scope
+from opdrift.causes.optimizers import COMPARE_OPTIMIZERS, scope_of, updates_parameters
 from opdrift.causes.reading import (
     AROUND_MASKS,
     MASK_ARGUMENTS,
@@ -35,7 +36,10 @@ def op_args(e: Evidence) -> Cause | None:
         for s in settings
     ]
     where = "to another place" if e.origin.story == "placed" else "with other arguments"
-    subject = f"{made or op.name} in {scope(op.call.path)}"
+    found = e.any_op
+    assert found is not None
+    updates = updates_parameters(*found[1:])
+    subject = f"{made or op.name} in {'an optimizer step' if updates else scope_of(*found[1:])}"
     return cause(
         "op-args",
         "certain",
@@ -44,8 +48,13 @@ def op_args(e: Evidence) -> Cause | None:
             *words,
             *(f"{name}: {side.place(i)}" for name, side, i in e.sides if i is not None),
             "its tensor inputs are equal in both runs" if e.origin.inputs_match else "",
+            "it changes parameters after a backward pass: an argument of an optimizer's update"
+            if updates
+            else "",
         ],
-        f"Make {settings[0].name} the same in both configurations; look where the module is built, and at defaults that changed between versions.",
+        COMPARE_OPTIMIZERS
+        if updates
+        else f"Make {settings[0].name} the same in both configurations; look where the module is built, and at defaults that changed between versions.",
     )
 
 

@@ -56,6 +56,7 @@ def divergence(
         members=(*origin.names[1:], *origin.alike),
         how=gap.how if gap is not None else None,
         arithmetic=_arithmetic(case, origin),
+        outside=call is not None and not call.id,
     )
 
 

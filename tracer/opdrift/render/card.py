@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from opdrift.records import Cause, Diagnosis, Divergence, Pick, Sides, TraceSummary
+from opdrift.records import OUTSIDE, Cause, Diagnosis, Divergence, Pick, Sides, TraceSummary
 from opdrift.render.words import count, name, plural, readable, scope, side, size
 
 Tone = Literal["plain", "strong", "good", "bad", "quiet"]
@@ -81,14 +81,20 @@ def _place(first: Divergence, left: TraceSummary, right: TraceSummary) -> str:
         late = first.call > 0 and first.cause.slug == "input"
         where = f"at op {at(first.seq, left, right)}" if late else "before the first op"
         return f"{where}: {name(first.name or '')}{more} {verb}"
-    where = f"at op {at(first.seq, left, right, phase=first.phase)}"
+    # an optimizer's step is neither forward nor backward
+    phase = None if first.outside and first.phase == "forward" else first.phase
+    where = f"at op {at(first.seq, left, right, phase=phase)}"
     if first.kind == "hidden-write":
         return f"{where}: {name(first.name or '')} changed, and no recorded op wrote it"
     if first.kind == "structure":
         if not first.material:
-            return f"{where}: {scope(first.module)} is computed in two ways"
-        return f"{where}: the runs do different things in {scope(first.module)}"
-    return f"{where}: {what} in {scope(first.module)}"
+            return f"{where}: {_scope(first)} is computed in two ways"
+        return f"{where}: the runs do different things in {_scope(first)}"
+    return f"{where}: {what} in {_scope(first)}"
+
+
+def _scope(first: Divergence) -> str:
+    return OUTSIDE if first.outside else scope(first.module)
 
 
 def at(
@@ -132,7 +138,8 @@ def _tone(first: Divergence) -> Tone:
 
 
 def _where(first: Divergence, module_type: str | None) -> Field:
-    module = scope(first.module) + (f" ({name(module_type)})" if module_type else "")
+    kind = f" ({name(module_type)})" if module_type and not first.outside else ""
+    module = f"{_scope(first)}{kind}"
     call = f", call {count(first.call)}" if first.call else ""
     if first.name is not None and first.kind in ("leaf", "hidden-write"):
         verb = "first used" if first.kind == "leaf" else "read"

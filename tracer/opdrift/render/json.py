@@ -130,6 +130,7 @@ def _divergence(d: Divergence | None) -> dict[str, Any] | None:
         "members": list(d.members),
         "how": d.how,
         "arithmetic": d.arithmetic,
+        "outside": d.outside,
     }
 
 
