@@ -83,13 +83,36 @@ CAUSES: Final[dict[str, Callable[[Evidence], Cause | None]]] = {
 }
 
 
+#: What gives other bits without anything being wrong: it may stand beside a cause that says so.
+_HARMLESS: Final = frozenset(
+    [
+        "rounding",
+        "kernel",
+        "flags",
+        "environment",
+        "nondeterministic-op",
+        "compile",
+        "dtype",
+        "autocast-cache",
+        "op-args",
+        "structure",
+    ]
+)
+
+
 def causes_of(evidence: Evidence) -> tuple[Cause, ...]:
-    """What explains an origin, the most specific first; never empty."""
+    """What explains an origin, the most specific first; never empty.
+
+    Where only rounding is left, nothing is said to be wrong beside it: a mask that lets padding through, or
+    positions that count it, would have made more of a difference.
+    """
     found: dict[str, Cause] = {}
     for ask in CAUSES.values():
         answer = ask(evidence)
         if answer is not None:
             found.setdefault(answer.slug, answer)
+    if "rounding" in found:
+        found = {slug: each for slug, each in found.items() if slug in _HARMLESS}
     # what torch itself calls nondeterministic says more than that the size is rounding's
     if "nondeterministic-op" in found and "rounding" in found:
         first = found.pop("nondeterministic-op")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from opdrift import tfp1
 from opdrift.case import Side
 from opdrift.causes.evidence import Evidence, cause, scope
 from opdrift.causes.reading import reads_as_mask
@@ -116,13 +117,13 @@ def padded_positions(e: Evidence) -> Cause | None:
     found = e.any_op
     if not e.case.by_sample or found is None or e.origin.kind == "leaf":
         return None
-    if e.origin.story not in ("op", "factory"):
+    if e.origin.story not in ("op", "factory", "amplified"):
         return None
     counting = [
         (name, side, made)
         for name, side, op in e.sides
         if op is not None
-        for made in [_counts_positions(side, op)]
+        for made in [_counts_positions(side, op, floats=e.origin.story == "amplified")]
         if made is not None
     ]
     if not counting:
@@ -135,7 +136,7 @@ def padded_positions(e: Evidence) -> Cause | None:
         f"{side.name(op)} in {scope(side.module(op))} reads positions that count padding",
         [
             *_pad_sides(e),
-            *(f"{label}: {s.place(i)} counts the positions" for label, s, i in counting),
+            *(f"{label}: {made} counts the positions" for label, _, made in counting),
             *(f"{label}: {s.place(i)}" for label, s, i in e.sides if i is not None),
             _inputs(e),
         ],
@@ -159,7 +160,8 @@ def padding(e: Evidence) -> Cause | None:
             "certain",
             f"{where} takes a position that is padding for the sample",
             [*map(_setting, _raw_settings(e)), *(p.words for p in operands[:2]), *places],
-            "Take the last valid position of each sample, x[torch.arange(len(x)), lengths - 1], or pad on the left.",
+            "Take the last valid position of each sample, x[torch.arange(len(x)), lengths - 1], or pad on the left; pack"
+            " sequences for recurrent layers (torch.nn.utils.rnn.pack_padded_sequence).",
         )
     if (counts := _padded_counts(e)) is not None:
         return cause(
@@ -248,7 +250,7 @@ def _inputs(e: Evidence) -> str:
     if e.origin.inputs_match:
         return "the sample's part of every input is equal in both runs"
     if e.origin.story == "amplified":
-        return "the sample's part of its inputs agrees up to rounding"
+        return "what is known of the sample's part of its inputs agrees up to rounding"
     return "the sample's part of its inputs is equal in both runs, as far as it is known"
 
 
@@ -313,22 +315,33 @@ def _begin(side: Side) -> int:
     return 0 if valid is None else valid[0]
 
 
-def _counts_positions(side: Side, op: int) -> int | None:
-    """The op that counts the positions that an op reads, if one of its inputs is made of nothing else."""
+def _counts_positions(side: Side, op: int, *, floats: bool) -> str | None:
+    """What counts the positions that an op reads, in words, if one of its inputs is made of nothing else.
+
+    Args:
+        side: The side of the op.
+        op: Its index.
+        floats: Look only at what is made of positions to compute with, angles say: not at masks.
+    """
+    trace = side.trace
     return next(
         (
             made
-            for value in side.trace.ops.inputs[op].tolist()
-            if (made := _counter(side, int(value))) is not None
+            for value in map(int, trace.ops.inputs[op].tolist())
+            if not floats or "float" in trace.meta(value).dtype
+            if (made := _counter(side, value)) is not None
         ),
         None,
     )
 
 
-def _counter(side: Side, value: int) -> int | None:
-    """The op that counted positions, for a value that is made of such and of tables, and of no sample."""
+def _counter(side: Side, value: int) -> str | None:
+    """What counted positions, in words, for a value that is made of such and of tables, and of no sample.
+
+    It is an op, or a buffer that holds 0, 1, 2, ... (`position_ids` of a model).
+    """
     contents, trace = side.contents, side.trace
-    stack, seen, found = [value], {value}, None
+    stack, seen, found, table = [value], {value}, None, None
     while stack and len(seen) < _WALK:
         current = stack.pop()
         followed = trace.samples.own.get(current)
@@ -338,14 +351,34 @@ def _counter(side: Side, value: int) -> int | None:
             return None
         op = int(contents.maker[current])
         if op < 0:
+            # in a run of one sample nothing tells its values from others but that they are made of an input
+            if any(leaf.kind == "input" for leaf in side.leaves.of(current)):
+                return None
+            table = table or _counted_buffer(side, current)
             continue
         if base(side.name(op)) in _COUNTING:
             found = op if found is None else min(op, found)
             continue
-        fresh = [v for v in trace.ops.inputs[op].tolist() if v not in seen]
+        start, stop = trace.ops.inputs.offsets[op : op + 2].tolist()
+        counted = contents.counted[start:stop].tolist()
+        read = zip(trace.ops.inputs[op].tolist(), counted, strict=True)
+        fresh = [v for v, counts in read if counts and v not in seen]
         seen.update(fresh)
         stack += fresh
-    return found
+    if stack:
+        return None
+    return side.place(found) if found is not None else table
+
+
+def _counted_buffer(side: Side, value: int) -> str | None:
+    """The name of the buffer that a value is, or is a part of, if it counts up by one from 0."""
+    leaf = next((each for each in side.leaves.of(value) if each.kind == "buffer"), None)
+    print_ = None if leaf is None else side.trace.fingerprint(leaf.value)
+    if leaf is None or print_ is None or not tfp1.Code.I8 <= print_.code <= tfp1.Code.U64:
+        return None
+    positions = tfp1.sample_positions(print_.n)
+    counts = print_.n > 1 and print_.sample.tolist() == list(positions)
+    return f"the buffer {leaf.name}" if counts else None
 
 
 def _raw_settings(e: Evidence) -> tuple[ArgumentDifference, ...]:

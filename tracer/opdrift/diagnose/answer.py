@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Final
 
 import numpy as np
@@ -201,15 +202,15 @@ def _judge(
         *(judge(o) for o in found.origins if o.kind != "leaf"),
     ]
 
-    def unexplained(known: Sequence[Judged]) -> list[Judged]:
+    def unexplained(known: Sequence[Judged]) -> Iterator[Judged]:
         # with a material origin upstream, a large difference further down is no news
-        none = any(j.size.material for j in known)
-        return [] if none else [judge(o) for o in _amplified(case, received)]
+        if not any(j.size.material for j in known):
+            yield from map(judge, _amplified(case, received))
 
     if case.by_sample:
         origins = with_effect(case, found, origins, judge=judge, unexplained=unexplained)
     else:
-        origins += unexplained(origins)
+        origins += islice(unexplained(origins), 1)
     return by_setting(case, origins, lambda j, ops: replace(j, origin=replace(j.origin, alike=ops)))
 
 
@@ -224,32 +225,33 @@ def _origin_sizes(judged: Sequence[Judged]) -> dict[int, float]:
     return found
 
 
-def _amplified(case: Case, received: Sequence[Received]) -> list[Origin]:
-    """The first receiver whose inputs do not explain its output."""
-    first = next((r for r in received if r.unexplained), None)
+def _amplified(case: Case, received: Sequence[Received]) -> Iterator[Origin]:
+    """Receivers whose inputs do not explain their output, in order, up to where one sample was lost from sight."""
+    lost = None
     if case.by_sample:
         limit = rounding_at_results(case)
         lost = next(filter(None, (lost_from_sight(case, limit, r) for r in received)), None)
-        if lost is not None and (first is None or lost.order < int(case.pairing.left[first.row])):
-            return [lost]
-    if first is None:
-        return []
-    i, j = int(case.pairing.left[first.row]), int(case.pairing.right[first.row])
     outputs = case.compared.outputs
-    place = np.flatnonzero((outputs.pair == first.row) & (outputs.position == first.slot))[0]
-    return [
-        Origin(
+    for each in received:
+        if not each.unexplained:
+            continue
+        i, j = int(case.pairing.left[each.row]), int(case.pairing.right[each.row])
+        if lost is not None and lost.order < i:
+            break
+        place = np.flatnonzero((outputs.pair == each.row) & (outputs.position == each.slot))[0]
+        yield Origin(
             kind="op",
             story="amplified",
             op=Sides(i, j),
-            row=first.row,
+            row=each.row,
             values=Sides(int(outputs.left[place]), int(outputs.right[place])),
-            slot=first.slot,
+            slot=each.slot,
             order=float(i),
             settings=own_settings(case.settings(i, j)) if case.by_sample else (),
             inputs_match=False,
         )
-    ]
+    if lost is not None:
+        yield lost
 
 
 def _final(case: Case, found: Found) -> float | None:

@@ -6,7 +6,7 @@ looks at distances only; places in a buffer that all samples share; padding that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Final
 
@@ -33,7 +33,7 @@ def with_effect(
     judged: list[Judged],
     *,
     judge: Callable[[Origin], Judged],
-    unexplained: Callable[[Sequence[Judged]], list[Judged]],
+    unexplained: Callable[[Sequence[Judged]], Iterable[Judged]],
 ) -> list[Judged]:
     """The origins without those that make no difference to a result of the sample.
 
@@ -45,7 +45,8 @@ def with_effect(
         found: What the search brought.
         judged: Its origins.
         judge: Judges an origin.
-        unexplained: Ops that do not explain their results, if no origin is material.
+        unexplained: Ops whose inputs do not explain their results, in order, if no origin is material. The first that
+            makes a difference counts.
     """
     sinks = [s for s in found.sinks if s.differs]
     limit = rounding_at_results(case)
@@ -54,7 +55,7 @@ def with_effect(
     kept: list[Judged] = []
     ends, bare = set[int](), set[int]()
     for each in judged:
-        counts = each.origin.kind == "op" and each.causes[0].slug == "position-ids"
+        counts = _counts_padding(each)
         effects = of_positions if counts else of_places
         may_cancel = counts or _is_of_all(case, each) or _is_unsized(each)
         ended = effects.ends(each.origin) if may_cancel else None
@@ -67,7 +68,15 @@ def with_effect(
         elif instead.row not in bare:
             bare.add(instead.row)
             kept.append(judge(instead))
-    kept += unexplained(kept)
+    for each in unexplained(kept):
+        # behind the first layer, what positions turn differs by rounding already
+        counts = _counts_padding(each)
+        ended = of_positions.ends(each.origin) if counts else None
+        if ended is None:
+            instead = of_positions.unmasked(each.origin) if counts else None
+            kept.append(each if instead is None else judge(instead))
+            break
+        ends.update(ended)
     if len(kept) < len(judged) and not any(j.size.material for j in kept):
         if of_places.result_differs(_AMPLIFIED if ends else 1):
             return judged  # their effect was lost from sight, and something has one
@@ -81,6 +90,10 @@ def rounding_at_results(case: Case) -> float:
     """The largest relative difference of results that rounding explains in these runs."""
     reach = reach_of(case, 0.0)
     return max(_ROUNDING, reach.explained if reach is not None else 0.0)
+
+
+def _counts_padding(judged: Judged) -> bool:
+    return judged.origin.kind == "op" and judged.causes[0].slug == "position-ids"
 
 
 def _is_of_all(case: Case, judged: Judged) -> bool:
