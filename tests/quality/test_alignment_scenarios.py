@@ -460,6 +460,131 @@ def fused_encoder_layers_against_a_run_with_gradients() -> Runs:
     return replace(runs, right=lambda: runs.models[1](X))
 
 
+LAYER = "aten._transformer_encoder_layer_fwd.default"
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_a_fault_in_one_of_several_fused_layers_is_found_in_that_layer(
+    tmp_path: Path, side: str, layer: int
+):
+    """The runs have no op in common between the first layer and the last; what each layer returns is compared."""
+    torch.manual_seed(0)
+    fused = side == "right"
+    runs = (
+        parts_against_fused_encoder_layers()
+        if fused
+        else fused_encoder_layers_against_their_parts()
+    )
+    fault = (LAYER, layer) if fused else ("aten.addmm.default", 3 * layer + 1)
+    left = record(tmp_path / "left", runs.left, runs.models[0])
+    spoiled = record(tmp_path / "spoiled", runs.right, runs.models[1], Plant(*fault))
+
+    faulty = opdrift.diff(left, spoiled)
+
+    fast = calls_of(spoiled if fused else left, LAYER)[layer]
+    material = [d for d in faulty.origins if d.material]
+    assert [d.op for d in material] == [LAYER]
+    assert (material[0].seq.right if fused else material[0].seq.left) == fast
+    assert material[0].module.endswith(f"0.layers.{layer}")
+
+
+def test_a_module_that_returns_something_else_is_not_blamed_where_the_runs_come_together_again(
+    tmp_path: Path,
+):
+    """The first returns twice as much, the second makes up for it, the third is spoiled."""
+    torch.manual_seed(0)
+
+    def model(*parts: Callable[[nn.Module, Tensor], Tensor]) -> nn.Module:
+        inner = {n: Of(f) for n, f in zip("abc", parts, strict=True)}
+        return Of(lambda m, x: m.head(m.c(m.b(m.a(x)))), **inner, head=nn.Linear(16, 4))
+
+    def tanh(_: nn.Module, y: Tensor) -> Tensor:
+        e = (-y).exp()  # y is twice what it should be
+        return (1 - e) / (1 + e)
+
+    models = twins(
+        lambda: model(lambda _, x: x.sigmoid(), lambda _, x: x.tanh(), lambda _, x: x.square()),
+        lambda: model(lambda _, x: 2 / (1 + (-x).exp()), tanh, lambda _, x: x * x),
+    )
+    runs = infer(models, X)
+    left = record(tmp_path / "left", runs.left, models[0])
+    right = record(tmp_path / "right", runs.right, models[1])
+    plant = Plant("aten.mul.Tensor", len(calls_of(right, "aten.mul.Tensor")) - 1)
+    spoiled = record(tmp_path / "spoiled", runs.right, models[1], plant)
+
+    sound, faulty = opdrift.diff(left, right), opdrift.diff(left, spoiled)
+
+    assert sound.verdict == "rounding"
+    assert [d.module for d in faulty.origins if d.material] == ["c"]
+
+
+class Apart(nn.Linear):
+    """A product, and then a sum."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.t() + self.bias
+
+
+def sums(left: type[nn.Linear], right: type[nn.Linear], factor: float = 1.0) -> Runs:
+    def model(kind: type[nn.Linear]) -> nn.Module:
+        return nn.Sequential(
+            kind(16, 16), nn.ReLU(), kind(16, 16), nn.Hardtanh(-factor, factor), kind(16, 8)
+        )
+
+    models = twins(lambda: model(left), lambda: model(right))
+    return infer(models, X.reshape(10, 16), only=(3, 6) if left is nn.Linear else (6, 3))
+
+
+@scenario
+def a_product_with_a_sum_against_both_apart() -> Runs:
+    """A fault in an op that both runs have, behind one that they have not."""
+    return replace(sums(nn.Linear, Apart), fault=("aten.hardtanh.default", 0))
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_a_fault_in_a_product_with_a_sum_is_found_with_its_counterpart(
+    tmp_path: Path, side: str, which: int
+):
+    """One op in one run, the sum in the other: both are named, and the fused one is shown."""
+    torch.manual_seed(0)
+    fused = side == "right"
+    runs = sums(Apart, nn.Linear) if fused else sums(nn.Linear, Apart)
+    names = ("aten.add.Tensor", "aten.addmm.default")
+    left = record(tmp_path / "left", runs.left, runs.models[0])
+    fault = names[1] if fused else names[0]
+    spoiled = record(tmp_path / "spoiled", runs.right, runs.models[1], Plant(fault, which))
+
+    faulty = opdrift.diff(left, spoiled)
+
+    seqs = (
+        calls_of(left, names[0] if fused else names[1])[which],
+        calls_of(spoiled, fault)[which],
+    )
+    assert [(d.op, (d.seq.left, d.seq.right)) for d in faulty.origins if d.material] == [
+        (names[1], seqs)
+    ]
+
+
+def test_several_ops_that_are_no_sum_have_no_counterpart(tmp_path: Path):
+    """A fused product against an activation and another product: they are not the same in steps."""
+    torch.manual_seed(0)
+    other = lambda: Of(  # noqa: E731
+        lambda m, x: m.a(x).tanh() @ m.a.weight.t(), a=nn.Linear(16, 16, bias=False)
+    )
+    models = twins(lambda: nn.Linear(16, 16)), twins(other)
+    x = X.reshape(10, 16)
+    left = record(tmp_path / "left", infer(models[0], x).left, models[0][0])
+    right = record(tmp_path / "right", infer(models[1], x).left, models[1][0])
+
+    found = opdrift.diff(left, right)
+
+    regions = [d for d in found.origins if d.kind == "structure"]
+    assert regions
+    assert all(None in (d.seq.left, d.seq.right) for d in regions)
+
+
 # ---- checkpointing -----------------------------------------------------------------------------------------
 
 

@@ -213,9 +213,9 @@ def _region_size(case: Case, origin: Origin, found: Difference | None) -> Size:
     judged = False
     for side, ops in ((case.left, origin.region.left), (case.right, origin.region.right)):
         for op in ops[:_REGION]:
-            if side.contents.tokens.view[op] or not len(side.trace.ops.outputs[op]):
+            bound = rounding_of(side, op)
+            if bound is None:
                 continue
-            bound = explained(side.views[op], 0)
             if not bound.cannot_judge:
                 total += bound.loose
                 judged = True
@@ -233,6 +233,13 @@ def _region_size(case: Case, origin: Origin, found: Difference | None) -> Size:
     if _narrowed(case, origin):
         return Size(found, widest, total, material=True)
     return Size(found, widest, total, found.relative > total)
+
+
+def rounding_of(side: Side, op: int) -> Bound | None:
+    """What rounding explains at an op of a region; None for views and ops without a result."""
+    if side.contents.tokens.view[op] or not len(side.trace.ops.outputs[op]):
+        return None
+    return explained(side.views[op], 0)
 
 
 def at_reader(case: Case, row: int) -> tuple[Difference | None, float]:

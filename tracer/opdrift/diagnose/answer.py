@@ -37,6 +37,7 @@ from opdrift.diagnose.surroundings import (
 from opdrift.errors import IncomparableTracesError
 from opdrift.findings import Steps
 from opdrift.origins.effects import lost_from_sight
+from opdrift.origins.joints import narrowed
 from opdrift.origins.model import Origin
 from opdrift.origins.search import Found, find_origins
 from opdrift.origins.single import own_settings
@@ -195,6 +196,9 @@ def _judge(
 
     def judge(origin: Origin) -> Judged:
         size = settled(case, origin, size_of(case, origin, tolerance))
+        part = narrowed(case, origin) if size.material else None
+        if part is not None:
+            origin, size = part, size_of(case, part, tolerance)
         return Judged(origin, size, causes_of(Evidence(origin, size, shared)))
 
     origins = [

@@ -16,6 +16,11 @@ from opdrift.tokens import base
 
 #: Ops that hide elements where a mask says so.
 _HIDING: Final = frozenset({"masked_fill", "masked_fill_"})
+#: Ops that add a product to something, and what does the same in steps.
+_SUMS: Final = frozenset({"addmm", "addmv", "addbmm", "baddbmm", "addr", "linear"})
+_STEPS: Final = frozenset(
+    {"mm", "mv", "bmm", "matmul", "dot", "ger", "outer", "sum", "mul", "add", "add_"}
+)
 #: Parts of the names of ops that do a whole attention.
 _FUSED: Final = ("scaled_dot_product", "multi_head_attention", "encoder_layer_fwd")
 
@@ -52,7 +57,7 @@ def representative(
 
     The first that repeats an op of its own run and returns something else; else the first that makes NaN
     or infinities, if those are what differs; else the first random draw; else the first op that computes on the side that has fewer of them (there the fused attention, if it is
-    one of them); else the op that hides elements, if that is all one side has; else the op that reads
+    one of them; beside a product with a sum in one, the last op that does them apart); else the op that hides elements, if that is all one side has; else the op that reads
     what comes out.
     """
     sides = ((case.left, region.ops.left), (case.right, region.ops.right))
@@ -78,6 +83,9 @@ def representative(
     fewer = 0 if len(computing[0]) <= len(computing[1]) else 1
     if computing[fewer]:
         side = sides[fewer][0]
+        if _is_sum_of(sides[fewer][0], computing[fewer], sides[1 - fewer][0], computing[1 - fewer]):
+            pair = computing[fewer][0], computing[1 - fewer][-1]
+            return Sides(*(pair if fewer == 0 else pair[::-1]))
         fused = (op for op in computing[fewer] if any(f in side.name(op) for f in _FUSED))
         return _on(fewer, next(fused, computing[fewer][0]))
     other = computing[1 - fewer]
@@ -86,6 +94,17 @@ def representative(
     if consumer.left is not None or consumer.right is not None:
         return consumer
     return _on(1 - fewer, other[0]) if other else consumer
+
+
+def is_sum(side: Side, op: int) -> bool:
+    """Whether an op adds a product to something."""
+    return base(side.name(op)) in _SUMS
+
+
+def _is_sum_of(side: Side, one: Sequence[int], other: Side, steps: Sequence[int]) -> bool:
+    """Whether one side does in one op what the other does in several: a product, and then a sum."""
+    names = {base(other.name(op)) for op in steps}
+    return len(one) == 1 and is_sum(side, one[0]) and len(names) > 1 and names <= _STEPS
 
 
 def _strays(side: Side, op: int, before: int) -> bool:

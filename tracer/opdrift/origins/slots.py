@@ -9,7 +9,7 @@ import numpy as np
 from opdrift.case import Case, Side
 from opdrift.origins.leaves import order_of
 from opdrift.origins.model import NO_LEAF, Origin, Story
-from opdrift.origins.regions import Region, region_of, representative, unseen_results
+from opdrift.origins.regions import Region, is_sum, region_of, representative, unseen_results
 from opdrift.pairs import EQUAL
 from opdrift.records import DivergenceKind, Leaf, Sides
 
@@ -317,7 +317,11 @@ class SlotJudge:
             return self._origin("structure", "other-source", left, right, seen, region=region)
         nonfinite = case.left.nonfinite(left) != case.right.nonfinite(right)
         stands = representative(case, region, seen.consumer, nonfinite=nonfinite)
-        return self._origin("structure", "region", left, right, seen, region=region, op=stands)
+        found = self._origin("structure", "region", left, right, seen, region=region, op=stands)
+        # of a product and a sum in one op and their steps in the other run, the one op is shown
+        shown = stands.left is not None and is_sum(case.left, stands.left)
+        other = stands.right is not None and is_sum(case.right, stands.right)
+        return replace(found, on_right=stands.left is not None and other and not shown)
 
     def _differed_before(self, left: int, right: int, limit: float) -> bool:
         """Whether the same op wrote a part of both, equal on both sides, and the rest is known to differ."""
