@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+import opdrift
+from opdrift import Batch
+
 BOOK = Book()
 agrees, diverges, rounds = BOOK.agrees, BOOK.diverges, BOOK.rounds
 
@@ -235,3 +238,40 @@ def a_mask_that_hides_nothing_against_none() -> Pair:
 def test_place_and_cause(scenario: Scenario, tmp_path: Path):
     """Mask where a mask is at fault, and nowhere else."""
     check(scenario, tmp_path)
+
+
+# ---- one sample alone against a batch ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inverted", [True, False])
+@pytest.mark.parametrize("more", [{"requires_grad": True}, {}])
+def test_a_padding_mask_of_the_wrong_polarity_hides_the_sample_itself(
+    tmp_path: Path, inverted: bool, more: dict[str, bool]
+):
+    """nn.MultiheadAttention hides where True stands; a mask of the right polarity is no divergence."""
+    torch.manual_seed(1)
+    model = nn.MultiheadAttention(16, 2, batch_first=True)
+    x = torch.randn(3, 6, 16)
+    hidden = torch.zeros(3, 6, dtype=torch.bool)
+    hidden[0, 4:] = True
+    if inverted:
+        hidden = ~hidden
+        hidden[1:, 0] = False
+    with torch.set_grad_enabled(bool(more)):
+        for name, given, mask, batch in (
+            ("left", x[:1, :4], None, Batch(1)),
+            ("right", x, hidden, Batch(3, lengths=[4, 6, 6])),
+        ):
+            with opdrift.record(tmp_path / name, model=model, batch=batch):
+                model(given, given, given, key_padding_mask=mask)
+
+    found = opdrift.diff(tmp_path / "left", tmp_path / "right", samples="0:0")
+
+    if not inverted:
+        assert found.verdict in ("rounding", "identical")
+        return
+    assert found.verdict == "diverged"
+    assert found.first is not None
+    assert found.first.cause.slug == "mask"
+    assert "masked in the right run only" in found.first.cause.summary
+    assert any("hides positions of the sample itself" in e for e in found.first.cause.evidence)

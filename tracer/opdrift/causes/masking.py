@@ -21,6 +21,10 @@ _REMEDY: Final = (
     "Hand the same mask to the attention in both runs: print the mask where the module receives it, and follow it"
     " from the caller; check is_causal and the meaning of True."
 )
+_OWN_HIDDEN: Final = (
+    "it hides positions of the sample itself, not only padding: True hides in key_padding_mask and keeps in attn_mask of"
+    " scaled_dot_product_attention"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +63,12 @@ def _hidings_of(side: Side, op: int) -> list[Hiding]:
     if name in _FILLING and len(inputs) > _FILLING[name]:
         if name == "where" and not _fills_low(side, inputs[1:]):
             return []
-        return _by_mask(side, op, inputs[_FILLING[name]], f"{name} by a mask")
+        mask = inputs[_FILLING[name]]
+        if name != "where" and _all_true(side, mask):  # where True hides, all is hidden
+            return [Hiding(op, f"{name} by a mask", sure=True)]
+        return _by_mask(side, op, mask, f"{name} by a mask")
     if name in _ADDING:
-        masks = [v for v in inputs if is_low(side, v)]
+        masks = [v for v in inputs if is_low(side, v) or _all_low(side, v)]
         return [Hiding(op, "a mask that is added to the scores", sure=True)] if masks else []
     if name == "_nested_tensor_from_mask":
         return _by_mask(side, op, inputs[-1], "padding left out by a mask")
@@ -107,6 +114,17 @@ def is_low(side: Side, value: int) -> bool:
     )
 
 
+def _all_true(side: Side, mask: int) -> bool:
+    print_ = side.nearest_fingerprint(mask)
+    return print_ is not None and side.trace.meta(mask).dtype == "bool" and print_.zero == 0
+
+
+def _all_low(side: Side, value: int) -> bool:
+    """Whether nothing is left: of one sample a mask may hide all."""
+    print_ = side.nearest_fingerprint(value)
+    return print_ is not None and print_.n > 0 and print_.ninf == print_.n
+
+
 def _fills_low(side: Side, values: list[int]) -> bool:
     """Whether one of the two things that `where` chooses between is -inf, or very low, and nothing else."""
     prints = [side.nearest_fingerprint(v) for v in values]
@@ -146,10 +164,17 @@ def mask_on_one_side(e: Evidence) -> Cause | None:
         [
             *(f"{name}: {hiding.how}: {side.place(hiding.op)}" for hiding in found[number][:3]),
             f"{other}: no mask, not causal, on the way to the same result",
+            _OWN_HIDDEN if _has_lengths(e, side) else "",
             "another attention backend may run because of the mask; without it the results cannot agree",
         ],
         _REMEDY,
     )
+
+
+def _has_lengths(e: Evidence, side: Side) -> bool:
+    """Whether the sample's own positions are known, and only they are looked at."""
+    batch = side.trace.batch
+    return e.case.by_sample and batch is not None and batch.lengths is not None
 
 
 def mask_written(e: Evidence) -> Cause | None:
