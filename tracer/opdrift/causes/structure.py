@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Final
 
 from opdrift.case import Side
 from opdrift.causes.evidence import Evidence, cause, counted, op_names, scope, some
 from opdrift.extracalls import extra_calls
-from opdrift.records import RAISED, Cause
+from opdrift.records import RAISED, Cause, TensorMeta
 from opdrift.tokens import base
 
 _GATHERING: Final = frozenset(
@@ -132,11 +133,13 @@ def reshaped(e: Evidence) -> Cause | None:
         or e.origin.settings
     ):
         return None
-    shapes = [
-        [str(side.trace.meta(int(v))) for v in side.trace.ops.inputs[i]]
+    read = [
+        [_own_meta(side, int(v)) for v in side.trace.ops.inputs[i]]
         for side, i in ((e.case.left, op.left), (e.case.right, op.right))
     ]
-    if shapes[0] == shapes[1]:
+    shapes = [[str(meta) for meta in metas] for metas in read]
+    counts = [[math.prod(meta.shape) for meta in metas] for metas in read]
+    if shapes[0] == shapes[1] or counts[0] != counts[1]:
         return None
     name = e.case.left.name(op.left)
     return cause(
@@ -151,6 +154,11 @@ def reshaped(e: Evidence) -> Cause | None:
         "Compare the view, reshape and transpose calls before this op: the number of heads, the order of the dims, the"
         " length of a window.",
     )
+
+
+def _own_meta(side: Side, value: int) -> TensorMeta:
+    """Of one sample's part of a value where samples are compared: what the batch and its padding add is no shape."""
+    return side.one.meta(value) if side.one is not None else side.trace.meta(value)
 
 
 def raised(e: Evidence) -> Cause | None:

@@ -164,7 +164,7 @@ def _walk(
                 yield replace(_direct(case, row), inputs_match=False), row
                 break
             found = judge.judge(left, right, row, int(inputs.position[slot]))
-            if found is not None:
+            if found is not None and not (case.by_sample and single.is_longer_fill(case, found)):
                 yield (single.at_maker(case, found) if case.by_sample else found), row
         else:
             # whatever its inputs are made of, they must explain its result

@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 
 from opdrift.bounds import explained
-from opdrift.case import Case
+from opdrift.case import Case, Side
 from opdrift.contents import Flags
 from opdrift.origins.kinds import mixes
 from opdrift.origins.model import Origin
@@ -18,10 +18,12 @@ from opdrift.pairs import DIFFERENT, UNKNOWN
 from opdrift.records import ArgumentDifference, Sides
 from opdrift.samples import SampleContents
 from opdrift.sizes import measure
+from opdrift.tokens import base
 from opdrift.tracefile.reader import Ints
 
 _SIZES: Final = re.compile(r"\[?-?\d+(, -?\d+)*\]?")
 _DEEPEST: Final = 400
+_FILLS: Final = frozenset(["zeros", "ones", "full"])
 
 
 def own_settings(settings: tuple[ArgumentDifference, ...]) -> tuple[ArgumentDifference, ...]:
@@ -110,8 +112,14 @@ def padding_views(case: Case, rows: Ints) -> Iterator[Origin]:
                 slot=int(outputs.position[place]),
                 order=float(i),
                 settings=case.settings(i, j),
-                inputs_match=True,
+                inputs_match=_match(case, row),
             )
+
+
+def _match(case: Case, row: int) -> bool | None:
+    """Whether all inputs of a pair are known equal; None where not all are known."""
+    status = {int(case.compared.inputs.status[k]) for k in case.compared.inputs_of(row)}
+    return False if DIFFERENT in status else None if UNKNOWN in status else True
 
 
 # ---- what lies in the dark -------------------------------------------------------------------------------
@@ -140,9 +148,18 @@ def entry(case: Case, row: int) -> int | None:
             further = [k for k in slots if compared.inputs.status[k] == UNKNOWN and k not in seen]
             stack += further
             seen.update(further)
-    # what it is lost in is rather an op on contents than one on lengths and places
+    # an op that mixes the samples loses them for that; else it is rather one on contents than on lengths and places
     return min(
-        found, key=lambda r: (not _is_float(case, r), int(case.pairing.left[r])), default=None
+        found,
+        key=lambda r: (not _mixes(case, r), not _is_float(case, r), int(case.pairing.left[r])),
+        default=None,
+    )
+
+
+def _mixes(case: Case, row: int) -> bool:
+    """Whether a pair makes, in one of the runs, values of all samples, of values that were each a sample's own."""
+    return mixes(case.left, int(case.pairing.left[row])) or mixes(
+        case.right, int(case.pairing.right[row])
     )
 
 
@@ -186,6 +203,9 @@ def at_maker(case: Case, origin: Origin) -> Origin:
     left, right = origin.values.left, origin.values.right
     if origin.story != "other-source" or left is None or right is None:
         return origin
+    if origin.row >= 0 and _is_padding(case.left, left) != _is_padding(case.right, right):
+        i, j = int(case.pairing.left[origin.row]), int(case.pairing.right[origin.row])
+        return replace(origin, kind="op", story="padding", op=Sides(i, j), order=float(i))
     roots = int(case.left.contents.root[left]), int(case.right.contents.root[right])
     row = case.compared.made_by_one_pair(*roots)
     if row < 0:
@@ -201,6 +221,21 @@ def at_maker(case: Case, origin: Origin) -> Origin:
         order=float(i),
         inputs_match=None,
     )
+
+
+def _is_padding(side: Side, value: int) -> bool:
+    """Whether a value holds, of the sample, nothing but padding."""
+    return side.one is not None and bool(side.one.places.padding[value])
+
+
+def is_longer_fill(case: Case, origin: Origin) -> bool:
+    """Whether an origin is a constant of one number all over, made for another batch or another padded length."""
+    made = origin.region.left
+    if origin.story != "factory" or not made:
+        return False
+    return base(case.left.name(made[0])).removeprefix("new_").removesuffix(
+        "_like"
+    ) in _FILLS and all(s.name == "size" for s in origin.settings)
 
 
 def moved(case: Case, origin: Origin) -> Origin:
