@@ -172,7 +172,8 @@ def padding(e: Evidence) -> Cause | None:
             "Divide by the number of valid positions of each sample (mask.sum(1)), not by the size of the padded dim.",
         )
     along = _along(e, operands)
-    if not along or _mixes(e):
+    attention = attends(base(side.name(op))) or base(side.name(op)) in _SOFTMAX
+    if not along or attention or _mixes(e):
         return None
     return cause(
         "padding",
