@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -384,7 +385,7 @@ def test_impossible_requests_get_one_sentence(arguments, words, traces, capsys):
 
 @pytest.mark.parametrize(
     "options",
-    ["--samples 3", "--samples -1:2", "--map encoder", "--rtol -1 --atol 1", "--rtol inf --atol 1", "--rank x", "--context -2",
+    ["--samples 3", "--samples -1:2", "--map encoder", "--map =", "--rtol -1 --atol 1", "--rtol inf --atol 1", "--rank x", "--context -2",
      "--format yaml", "--fail-on never", "--no-such-option"],
 )  # fmt: skip
 def test_wrong_values_are_refused_by_name(options, traces, capsys):
@@ -423,6 +424,8 @@ def test_help_of_every_command(arguments, capsys):
     out, _ = said(capsys)
     assert stop.value.code == 0
     assert out.startswith("usage: opdrift")
+    promised = re.findall(r"html(?!\}|: not\s+yet\s+in\s+this\s+version)", out)
+    assert not promised
     assert "export" not in out
 
 

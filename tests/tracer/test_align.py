@@ -85,6 +85,14 @@ def test_a_map_pairs_what_structure_cannot():
     assert found.right_of.tolist() == [1, 0]
 
 
+def test_an_empty_side_of_a_map_is_the_root_module():
+    """The encoder alone against the encoder in a larger model, and the other way round."""
+    alone, within = trace("a{ relu } b{ sin }"), trace("encoder{ a{ relu } b{ sin } } head{ mm }")
+
+    assert pairing(alone, within, maps=[("", "encoder")]).right_of.tolist() == [0, 1]
+    assert pairing(within, alone, maps=[("encoder", "")]).right_of.tolist() == [0, 1, -1]
+
+
 def modules(*names: str, weights: str | None = None, prefix: str = "") -> Trace:
     """A module a name, each with a product of its own; `weights` says which weight each one reads."""
     build = Builder()

@@ -280,6 +280,7 @@ def test_a_differing_constant_is_judged_where_it_is_used():
 
     assert (found.op, found.inputs_match) == ("aten.mul.default", False)
     assert [(a.name, a.left, a.right) for a in found.arguments] == [("fill_value", "2", "3")]
+    assert found.made_otherwise
 
 
 def test_a_view_of_another_part_is_judged_where_it_is_used():
@@ -295,6 +296,20 @@ def test_a_view_of_another_part_is_judged_where_it_is_used():
     found = first(diff(run(0), run(1)))
 
     assert (found.op, [a.name for a in found.arguments]) == ("aten.sin.default", ["start"])
+    assert found.made_otherwise
+
+
+def test_a_view_of_what_differs_already_is_not_made_otherwise():
+    """Equal arguments of another tensor: nothing was taken otherwise."""
+
+    def run(mark: str) -> Trace:
+        build = Builder()
+        x = build.op("cos", build.leaf("x", kind="input", shape=(8, 8)), change=mark)
+        part = build.op("slice", x, shape=(4, 8), settings={"start": 0})
+        build.output(build.op("sin", part))
+        return build.build()
+
+    assert not any(d.made_otherwise for d in diff(run(""), run("*")).origins)
 
 
 def test_an_op_that_reads_another_tensor_is_the_place():

@@ -384,6 +384,13 @@ def test_xor_hashes_have_no_distance(pair):
     assert (first.relative_difference, first.how) == (None, "hashes")
 
 
+@pytest.mark.parametrize("text", ["fc", "=", " = "])
+def test_a_map_names_a_module(pair, text):
+    """Nothing on both sides says nothing; one empty side is the root module."""
+    with pytest.raises(InvalidOptionError, match="LEFT=RIGHT"):
+        pair(mlp(), mlp(), maps=[text])
+
+
 def test_modules_can_be_renamed(pair):
     """`--map` holds for logs as for traces."""
     other = [

@@ -829,6 +829,49 @@ def test_a_product_whose_kernel_is_not_known_says_so(conditioning: float | None,
     assert ("kernel     unknown on both sides" in found) == said
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"inputs_match": True}, "equal, bit for bit: the difference begins here"),
+        (
+            {"inputs_match": False},
+            "already differ: this op makes the difference larger than they explain",
+        ),
+        (
+            {"inputs_match": False, "material": False},
+            "not all known to be equal; the difference is small enough for rounding",
+        ),
+        (
+            {"inputs_match": False, "made_otherwise": True},
+            "one is made, or taken, with other arguments; what it is made or taken from is equal",
+        ),
+    ],
+)
+def test_what_is_said_of_the_inputs(changes: dict[str, bool], said: str):
+    """That they make the difference larger is said of no rounding, and of no view of equal tensors."""
+    fields = {f.label: f.lines for f in card.card(divergence(**changes))}
+
+    assert fields["inputs"] == (said,)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"), [(0, ""), (1, ", 2nd call"), (2, ", 3rd call"), (11, ", 12th call")]
+)
+def test_calls_are_counted_as_people_do(call: int, said: str):
+    """The first call goes without saying; the second is the 2nd, although its number is 1."""
+    where = next(f for f in card.card(divergence(call=call)) if f.label == "where")
+
+    assert where.lines[0] == f"layers.6.self_attn.q_proj{said}"
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [(0, "1st"), (1, "2nd"), (2, "3rd"), (3, "4th"), (10, "11th"), (12, "13th"), (20, "21st"), (110, "111th"), (1000, "1,001st")],
+)  # fmt: skip
+def test_ordinals(number: int, said: str):
+    assert words.ordinal(number) == said
+
+
 def test_ops_without_counterpart_are_not_called_equal():
     """Nothing differs among ops that only the left run has, and nothing is known to be equal either."""
     points = (
@@ -846,7 +889,7 @@ def test_ops_without_counterpart_are_not_called_equal():
     assert lines == {
         "embed": ["4", "0", "equal"],
         "layers.0": ["51", "0", "51", "left", "only"],
-        "layers.1": ["51", "0", "3", "equal"],
+        "layers.1": ["51", "0", "3", "rest", "equal"],
         "head": ["2", "1", "unknown"],
     }
 

@@ -346,7 +346,9 @@ def test_what_cannot_be_followed_says_so(record):
         assert trace.sample(value, 0) is None
 
 
-def test_a_result_to_which_nothing_was_followed_is_taken_to_carry_the_batch_as_an_input_does(record):
+def test_a_result_to_which_nothing_was_followed_is_taken_to_carry_the_batch_as_an_input_does(
+    record,
+):
     """It may be sorted otherwise, so it is called unsure; one without a dim of the batch's size stays unknown."""
 
     class Shuffled(nn.Module):
@@ -612,7 +614,7 @@ def test_a_view_is_stood_for_by_what_it_is_a_view_of(record):
 
 @pytest.mark.parametrize(
     ("sample", "batch", "message"),
-    [(0, None, "without batch="), (3, opdrift.Batch(3), "samples 0 to 2"), (-1, opdrift.Batch(3), "no sample -1")],
+    [(0, None, "without batch="), (1, opdrift.Batch(1), "has one sample, 0; there is no sample 1"), (3, opdrift.Batch(3), "samples 0 to 2"), (-1, opdrift.Batch(3), "no sample -1")],
 )  # fmt: skip
 def test_a_sample_that_is_not_there_is_an_error(
     record, sample: int, batch: opdrift.Batch | None, message: str

@@ -305,6 +305,8 @@ class Divergence:
         final_relative_difference: The same measure at the run's output.
         arithmetic: In what the op computes: `bfloat16`, `float32, TF32 off`.
         outside: The op ran outside every module: a loss or an optimizer's step that the program calls itself.
+        made_otherwise: An input is a constant, or a view of what is equal, that was made with other
+            arguments: `arguments` are those.
     """
 
     kind: DivergenceKind
@@ -333,6 +335,7 @@ class Divergence:
     how: str | None = None
     arithmetic: str | None = None
     outside: bool = False
+    made_otherwise: bool = False
 
 
 @dataclass(frozen=True, slots=True)

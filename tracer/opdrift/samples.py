@@ -38,6 +38,11 @@ _PADDING: Final = np.uint64(word("nothing but padding"))
 _WHOLE: Final = np.uint64(1)
 
 
+def _numbers(size: int) -> str:
+    """The samples of a batch in words: `one sample, 0`, `samples 0 to 2`."""
+    return "one sample, 0" if size == 1 else f"samples 0 to {size - 1}"
+
+
 class OneSample:
     """A trace as seen by one sample of its batch.
 
@@ -62,7 +67,7 @@ class OneSample:
             )
         if not 0 <= sample < batch.size:
             raise IncomparableTracesError(
-                f"{self.trace.path} has samples 0 to {batch.size - 1}; there is no sample {sample}."
+                f"{self.trace.path} has {_numbers(batch.size)}; there is no sample {sample}."
             )
         if sample >= RECORDED_SAMPLES:
             raise IncomparableTracesError(

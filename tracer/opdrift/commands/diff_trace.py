@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=name_pair,
         action="append",
         default=[],
-        help="a module has another path on the right; may be repeated",
+        help="a module has another path on the right; an empty side is the root module; may be repeated",
     )
     add(
         "--across-ranks",
@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--format",
         choices=("text", "json", "markdown", "html"),
         default="text",
-        help="text is the default; html is not in this version",
+        help="text is the default; html: not yet in this version",
     )
     add(
         "-o",
@@ -209,14 +209,14 @@ def _rendered(
     from opdrift.render import text
 
     if not diagnosis.exact:  # logs of another tool: no trace to look further into
-        return text.render(diagnosis, screen)
+        return text.render(diagnosis, screen, options=_chosen(options))
     left, right = (
         _opened(t, one)
         for t, one in ((traces.left, diagnosis.left), (traces.right, diagnosis.right))
     )
     types = {path: type_ for path, type_ in left.module_types.items() if type_}
     pages = [
-        text.render(diagnosis, screen, module_types=types),
+        text.render(diagnosis, screen, module_types=types, options=_chosen(options)),
         *_views(diagnosis, left, right, options, screen),
     ]
     return "".join(pages)
@@ -237,7 +237,7 @@ def _views(
     from opdrift.render import tree, views
     from opdrift.render.rows import rows_of
 
-    rows = rows_of(left, right, diagnosis, maps=options.map)
+    rows = rows_of(left, right, diagnosis, samples=options.samples, maps=options.map)
     if options.side_by_side:
         yield views.side_by_side(
             rows, views.CONTEXT if options.context is None else options.context, screen
@@ -246,6 +246,18 @@ def _views(
         yield views.around(rows, options.context, screen)
     if options.tree:
         yield tree.tree(rows, screen)
+
+
+def _chosen(options: argparse.Namespace) -> list[str]:
+    """The options that choose what is compared, as they are typed: a command that looks further needs them, too."""
+    found = []
+    if options.samples is not None:
+        found += ["--samples", "{}:{}".format(*options.samples)]
+    if options.rank is not None:
+        found += ["--rank", str(options.rank)]
+    for left, right in options.map:
+        found += ["--map", f"{left}={right}"]
+    return found
 
 
 def _tolerance(options: argparse.Namespace) -> tuple[float, float] | None:

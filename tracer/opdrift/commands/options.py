@@ -34,11 +34,12 @@ def sample_pair(text: str) -> tuple[int, int]:
 
 
 def name_pair(text: str) -> tuple[str, str]:
-    """The two sides of "encoder=model.encoder"."""
+    """The two sides of "encoder=model.encoder"; "=encoder" says that the left root is the right run's encoder."""
     left, equals, right = text.partition("=")
-    if not equals:
+    if not equals or not (left or right):
         raise argparse.ArgumentTypeError(
             f"{text!r} is not LEFT=RIGHT, two module paths, such as encoder=model.encoder"
+            " (an empty one is the root module)"
         )
     return left, right
 

@@ -157,9 +157,10 @@ def _maps(maps: Maps | Sequence[str]) -> list[tuple[str, str]]:
             found.append((each[0], each[1]))
             continue
         left, equals, right = each.partition("=")
-        if not equals:
+        if not equals or not (left.strip() or right.strip()):
             raise InvalidOptionError(
-                f"maps={each!r} is not of the form LEFT=RIGHT. Give two module paths, such as 'encoder=model.encoder'."
+                f"maps={each!r} is not of the form LEFT=RIGHT. Give two module paths, such as 'encoder=model.encoder';"
+                " an empty one is the root module."
             )
         found.append((left.strip(), right.strip()))
     return found

@@ -57,6 +57,7 @@ def divergence(
         how=gap.how if gap is not None else None,
         arithmetic=_arithmetic(case, origin),
         outside=call is not None and not call.id,
+        made_otherwise=origin.story == "factory" and bool(origin.settings),
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from opdrift.records import OUTSIDE, Cause, Diagnosis, Divergence, Pick, Sides, TraceSummary
-from opdrift.render.words import count, name, plural, readable, scope, side, size
+from opdrift.render.words import count, name, ordinal, plural, readable, scope, side, size
 
 Tone = Literal["plain", "strong", "good", "bad", "quiet"]
 
@@ -140,7 +140,7 @@ def _tone(first: Divergence) -> Tone:
 def _where(first: Divergence, module_type: str | None) -> Field:
     kind = f" ({name(module_type)})" if module_type and not first.outside else ""
     module = f"{_scope(first)}{kind}"
-    call = f", call {count(first.call)}" if first.call else ""
+    call = f", {ordinal(first.call)} call" if first.call else ""
     if first.name is not None and first.kind in ("leaf", "hidden-write"):
         verb = "first used" if first.kind == "leaf" else "read"
         used = [f"{verb} by {name(first.op)} in {module}{call}"] if first.op else []
@@ -174,6 +174,12 @@ _HASHED_INPUTS = {
 }
 
 
+#: Of an op that reads a constant, or a part of a tensor, that was made with other arguments.
+_MADE_OTHERWISE = (
+    "one is made, or taken, with other arguments; what it is made or taken from is equal"
+)
+
+
 def _inputs(first: Divergence) -> Field:
     if first.how in _HASHED:
         return Field("inputs", (_HASHED_INPUTS[first.inputs_match],))
@@ -181,6 +187,12 @@ def _inputs(first: Divergence) -> Field:
         return Field("inputs", ("not all known: some were not fingerprinted",))
     if first.inputs_match:
         return Field("inputs", ("equal, bit for bit: the difference begins here",), "good")
+    if first.made_otherwise:
+        return Field("inputs", (_MADE_OTHERWISE,))
+    if not first.material:
+        return Field(
+            "inputs", ("not all known to be equal; the difference is small enough for rounding",)
+        )
     return Field(
         "inputs", ("already differ: this op makes the difference larger than they explain",)
     )

@@ -43,7 +43,9 @@ class Stretch:
         """The largest difference in words."""
         if self.differing:
             return "unknown" if self.largest is None else size(self.largest)
-        return "equal" if self.unpaired < self.ops else "left only"
+        if self.unpaired:  # what ops without a counterpart computed was compared with nothing
+            return "rest equal" if self.unpaired < self.ops else "left only"
+        return "equal"
 
 
 def stretches(points: Sequence[GrowthPoint]) -> list[Stretch]:

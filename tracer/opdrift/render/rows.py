@@ -13,6 +13,7 @@ from opdrift.compare import difference
 from opdrift.contents import Contents
 from opdrift.pairs import UNKNOWN, Compared
 from opdrift.records import Diagnosis
+from opdrift.samples import SampleContents
 from opdrift.tracefile.reader import Ints, Trace
 
 Mark = Literal["=", "x", "~", "-", "+", "?"]
@@ -58,6 +59,7 @@ class Rows:
 
     def __init__(self, compared: Compared, diagnosis: Diagnosis) -> None:
         self.traces = (compared.left.trace, compared.right.trace)
+        self._contents = (compared.left, compared.right)
         self.left, self.right = _merged(compared.pairing)
         self._codes = _codes(compared, self.left, self.right)
         for origin in diagnosis.origins:
@@ -89,7 +91,7 @@ class Rows:
             t.ops.outputs[i].tolist() for t, i in zip(self.traces, (left, right), strict=True)
         )
         for a, b in zip(*outputs, strict=False):
-            one, other = self.traces[0].fingerprint(a), self.traces[1].fingerprint(b)
+            one, other = self._contents[0].fingerprint(a), self._contents[1].fingerprint(b)
             relative = None if one is None or other is None else difference(one, other).relative
             if relative:
                 return relative
@@ -105,9 +107,20 @@ class Rows:
         return None
 
 
-def rows_of(left: Trace, right: Trace, diagnosis: Diagnosis, *, maps: Maps = ()) -> Rows:
-    """Align two traces as the diagnosis did, and mark every op."""
-    contents = Contents(left), Contents(right)
+def rows_of(
+    left: Trace,
+    right: Trace,
+    diagnosis: Diagnosis,
+    *,
+    samples: tuple[int, int] | None = None,
+    maps: Maps = (),
+) -> Rows:
+    """Align two traces as the diagnosis did, and mark every op; with `samples`, by one sample of each batch."""
+    contents: tuple[Contents, Contents] = (
+        (Contents(left), Contents(right))
+        if samples is None
+        else (SampleContents(left, samples[0]), SampleContents(right, samples[1]))
+    )
     return Rows(Compared(*contents, align(*contents, maps=maps)), diagnosis)
 
 

@@ -39,7 +39,11 @@ _BAR: Final = 18
 
 
 def render(
-    diagnosis: Diagnosis, screen: Screen, *, module_types: Mapping[str, str] | None = None
+    diagnosis: Diagnosis,
+    screen: Screen,
+    *,
+    module_types: Mapping[str, str] | None = None,
+    options: Sequence[str] = (),
 ) -> str:
     """The report.
 
@@ -47,6 +51,7 @@ def render(
         diagnosis: What to say.
         screen: Where it will be read.
         module_types: Class names of module paths, for the card.
+        options: What chose what was compared, for the next command: `--samples`, `0:1`.
     """
     page = Page(screen)
     page.line(card.headline(diagnosis), _TONES[diagnosis.verdict], hang=2)
@@ -64,7 +69,7 @@ def render(
     if diagnosis.verdict != "identical":
         _sides(page, diagnosis)
     if diagnosis.verdict != "identical" and diagnosis.exact:
-        _next(page, diagnosis, shown)
+        _next(page, diagnosis, shown, options)
     return page.render()
 
 
@@ -288,7 +293,9 @@ def describe(one: TraceSummary) -> str:
     return f"{name(one.path)}{label}: {plural(one.ops, 'op')}{whole}{torch}{device}{rank}{created}"
 
 
-def _next(page: Page, diagnosis: Diagnosis, shown: Divergence | None) -> None:
+def _next(
+    page: Page, diagnosis: Diagnosis, shown: Divergence | None, options: Sequence[str]
+) -> None:
     left, right = (shlex.quote(one.path) for one in (diagnosis.left, diagnosis.right))
     commands = []
     if shown is not None and shown.name is not None and shown.kind in ("leaf", "hidden-write"):
@@ -297,7 +304,7 @@ def _next(page: Page, diagnosis: Diagnosis, shown: Divergence | None) -> None:
         commands.append(f"opdrift show {left} --op {shown.seq.left}")
     elif shown is not None and shown.seq.right is not None:
         commands.append(f"opdrift show {right} --op {shown.seq.right}")
-    commands.append(f"diff-trace {left} {right} --side-by-side")
+    commands.append(" ".join(["diff-trace", left, right, *map(shlex.quote, options), "--side-by-side"]))
     page.line()
     for number, command in enumerate(commands):
         page.command("      " if number else "next: ", command)

@@ -16,7 +16,7 @@ from opdrift.render import card
 from opdrift.render.finding_text import one_line
 from opdrift.render.page import Column, Page, Screen
 from opdrift.render.trace_json import digest, flag_words
-from opdrift.render.words import cell, count, moment, name, plural, readable, scope, size
+from opdrift.render.words import cell, count, moment, name, ordinal, plural, readable, scope, size
 from opdrift.tracefile.reader import Trace
 
 #: Rows of the overview's lists.
@@ -171,7 +171,9 @@ def one_op(trace: Trace, op: Op, screen: Screen) -> str:
     )
     page.line()
     module = scope(op.call.path) + (f" ({name(op.call.type)})" if op.call.type else "")
-    where = [f"{module}, call {count(op.call.number)}" + (", training" if op.call.training else "")]
+    where = [
+        f"{module}, {ordinal(op.call.number)} call" + (", training" if op.call.training else "")
+    ]
     if op.source is not None:
         where.append(readable(str(op.source)))
     page.field("where", where)
