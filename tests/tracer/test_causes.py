@@ -681,6 +681,27 @@ def test_a_product_that_differs_by_rounding_names_its_routine():
     assert not says(found, "sizes (m, n, k)")
 
 
+def test_rounding_of_compiled_code_names_the_compiler():
+    """The advice is to compile both sides or neither, not to change the batch; two compiled runs are not told so."""
+
+    def body(*, compiled: bool, change: str = "") -> Run:
+        def inner(build: Builder) -> int:
+            x = build.op("sin", build.leaf("x", kind="input", shape=(4, 64)), shape=(4, 64))
+            w = build.op("t", build.leaf("w", shape=(64, 64)), shape=(64, 64))
+            return build.op("mm", x, w, shape=(4, 64), change=change, compiled=compiled)  # type: ignore[arg-type]
+
+        return inner
+
+    one = cause(run(body(compiled=False), **MKL), run(body(compiled=True, change="~"), **MKL))
+    both = cause(run(body(compiled=True), **MKL), run(body(compiled=True, change="~"), **MKL))
+
+    assert one.slug == both.slug == "rounding"
+    assert says(one, "the right run is compiled", "torch.compile made the code")
+    assert "TORCH_COMPILE_DISABLE=1" in one.try_
+    assert not says(both, "compile")
+    assert "COMPILE" not in both.try_
+
+
 def folded(*, batched: bool, factor: float = 1 + 2**-22) -> Run:
     """The same product as one of all rows, and as a batch of products; the former off by a factor."""
     exact = draw("out", (15, 8, 64))

@@ -605,6 +605,18 @@ def test_the_rules_are_those_of_builds_with_mkl() -> None:
     assert Picks(build.build()).of(0) is None
 
 
+def test_what_an_op_writes_is_no_factor(tmp_path: Path) -> None:
+    """Compiled code calls `addmm.out`: its sizes are those of `addmm`."""
+    bias, x, w, out = torch.zeros(5), torch.zeros(4, 32), torch.zeros(32, 5), torch.empty(4, 5)
+    trace, cases = recorded(
+        tmp_path / "t", lambda: torch.addmm(bias, x, w), lambda: torch.addmm(bias, x, w, out=out)
+    )
+    sizes = [Picks(trace).sizes(ops[-1]) for ops in cases]
+
+    assert trace.op(cases[1][-1]).name == "aten.addmm.out"
+    assert sizes == [(4, 5, 32)] * 2
+
+
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="rules of builds with MKL")
 def test_convolutions_follow_torchs_own_chooser(tmp_path: Path) -> None:
     """150 random convolutions: oneDNN exactly where `_select_conv_backend` takes it."""

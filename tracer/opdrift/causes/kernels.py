@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from opdrift.case import Side
 from opdrift.causes.evidence import Evidence, cause, op_names, scope, some
 from opdrift.causes.likeness import likeness
@@ -20,6 +22,11 @@ from opdrift.origins.kinds import draws
 from opdrift.records import COMPILED, Cause
 from opdrift.sizes import threads
 from opdrift.tokens import base
+
+_SAME_CODE: Final = (
+    "Nothing is wrong. For equal bits run both sides eager, or both compiled by the same backend: set"
+    " TORCH_COMPILE_DISABLE=1 on the compiled side, or torch.compile(backend='aot_eager') to keep eager kernels."
+)
 
 
 def nondeterministic_op(e: Evidence) -> Cause | None:
@@ -72,6 +79,12 @@ def rounding(e: Evidence) -> Cause | None:
         evidence += ran.evidence
     elif picks.left is not None and picks.right is not None:
         evidence.append(f"kernel: {told(picks.left)} in both")
+    compiled = _compiled_here(e)
+    if compiled is not None:
+        evidence.append(
+            f"{compiled}: torch.compile made the code around this op: it fuses what stands between products into loops of"
+            " its own, which opdrift does not see, and which round and add in another order"
+        )
     evidence.append(other_sizes(e))
     evidence.append(_other_threads(e))
     evidence += _regions(e)
@@ -87,12 +100,17 @@ def rounding(e: Evidence) -> Cause | None:
     certain = e.size.same_kernel or (
         e.size.bound is not None and e.size.bound.tight == e.size.bound.loose
     )
+    why = f": {ran.sentence}" if ran is not None else ""
+    if compiled is not None:
+        why = f": the {compiled} run is compiled, the other is eager"
     return cause(
         "rounding",
         "certain" if certain else "likely",
-        f"{where} gives the same result up to rounding" + (f": {ran.sentence}" if ran else ""),
+        f"{where} gives the same result up to rounding{why}",
         evidence,
-        f"Nothing is wrong. {ran.pin}; then the bits can be compared."
+        _SAME_CODE
+        if compiled is not None
+        else f"Nothing is wrong. {ran.pin}; then the bits can be compared."
         if ran is not None
         else "Nothing is wrong. For equal bits use the same kernel on both sides: the same batch size, threads"
         " (torch.set_num_threads), attention backend (sdpa_kernel) and library versions.",
@@ -233,14 +251,7 @@ def compile_(e: Evidence) -> Cause | None:
     if compiled.left == compiled.right or e.origin.kind in ("leaf", "hidden-write"):
         return None
     name, side = ("left", e.case.left) if compiled.left else ("right", e.case.right)
-    number_ = 0 if compiled.left else 1
-    here = [op for op in e.ops_of(number_) if side.trace.ops.flags[op] & COMPILED]
-    reader = (e.consumer().left, e.consumer().right)[number_]
-    if (
-        not here
-        and not (reader is not None and side.trace.ops.flags[reader] & COMPILED)
-        and e.origin.row >= 0
-    ):
+    if _compiled_here(e) is None and e.origin.row >= 0:
         return None
     if not e.size.material:
         return None
@@ -266,6 +277,18 @@ def compile_(e: Evidence) -> Cause | None:
         else "Compare both runs eager, then with torch.compile(backend='aot_eager'), then 'inductor', to see which stage changes the result."
     )
     return cause("compile", "certain" if random else "likely", summary, evidence, remedy)
+
+
+def _compiled_here(e: Evidence) -> str | None:
+    """The one run that is compiled, if its op here, or the one that reads the result, was called from that code."""
+    compiled = e.shared.compiled
+    if compiled.left == compiled.right:
+        return None
+    number = 0 if compiled.left else 1
+    name, side, _ = e.sides[number]
+    reader = (e.consumer().left, e.consumer().right)[number]
+    ops = [*e.ops_of(number), *([] if reader is None else [reader])]
+    return name if any(side.trace.ops.flags[op] & COMPILED for op in ops) else None
 
 
 # ---- facts -------------------------------------------------------------------------------------------

@@ -100,7 +100,12 @@ def told(pick: Pick) -> str:
 def _same(left: Pick, right: Pick) -> bool:
     if left.backend is not None or right.backend is not None:
         return (left.backend, left.library) == (right.backend, right.library)
-    return (left.name, left.library) == (right.name, right.library)
+    # a routine is named after its op, and compiled code calls `addmm.out`
+    return (
+        told(left) == told(right)
+        if _is_routine(left) and _is_routine(right)
+        else ((left.name, left.library) == (right.name, right.library))
+    )
 
 
 def _here(e: Evidence, number: int) -> tuple[Pick | None, SdpaCall | None]:

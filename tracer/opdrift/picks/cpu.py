@@ -38,11 +38,18 @@ def routine(trace: Trace, op_index: int, settings: Settings) -> Pick | None:
     if rule is None or "mkl" not in trace.header.versions:
         return None
     op = trace.op(op_index)
-    metas = [trace.meta(v) for v in op.inputs]
+    metas = _operands(trace, op)
     if not metas or any(m.device != "cpu" for m in metas):
         return None
     arguments = {**op.signature.op.defaults, **dict(op.signature.arguments)}
     return rule(op, metas, arguments, settings.before(op.seq))
+
+
+def _operands(trace: Trace, op: Op) -> list[TensorMeta]:
+    """What an op is given, without the `out=` that it writes: compiled code calls `addmm.out`."""
+    metas = [trace.meta(v) for v in op.inputs]
+    info = op.signature.op
+    return metas[:-1] if info.arguments[-1:] == ("out",) and "out" in info.mutates else metas
 
 
 def product_sizes(trace: Trace, op_index: int) -> tuple[int, ...] | None:
@@ -50,7 +57,7 @@ def product_sizes(trace: Trace, op_index: int) -> tuple[int, ...] | None:
     name = base_name(trace.op_info(int(trace.ops.signature[op_index])).name)
     if name not in _PRODUCTS:
         return None
-    metas = [trace.meta(v) for v in trace.op(op_index).inputs]
+    metas = _operands(trace, trace.op(op_index))
     left, right = (m.shape for m in metas[-2:]) if len(metas) > 1 else ((), ())
     if not 2 <= len(left) == len(right) <= 3:
         return None
