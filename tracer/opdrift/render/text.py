@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from rich.text import Text
@@ -304,7 +304,9 @@ def _next(
         commands.append(f"opdrift show {left} --op {shown.seq.left}")
     elif shown is not None and shown.seq.right is not None:
         commands.append(f"opdrift show {right} --op {shown.seq.right}")
-    commands.append(" ".join(["diff-trace", left, right, *map(shlex.quote, options), "--side-by-side"]))
+    commands.append(
+        " ".join(["diff-trace", left, right, *map(shlex.quote, options), "--side-by-side"])
+    )
     page.line()
     for number, command in enumerate(commands):
         page.command("      " if number else "next: ", command)
