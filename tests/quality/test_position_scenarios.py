@@ -46,9 +46,7 @@ class Turning(nn.Module):
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         t = ids.shape[1]
-        angle = (self.speed[None, :, None] @ torch.arange(t)[None, None].float()).transpose(1, 2)
-        turn = torch.cat((angle, angle), -1)
-        cos, sin = (each.unsqueeze(1) for each in (turn.cos() * 1.0, turn.sin() * 1.0))
+        cos, sin = angles(self.speed, t)
         keep = torch.ones(t, t, dtype=torch.bool).tril() & mask[:, None, :]
         keep = (keep | torch.eye(t, dtype=torch.bool))[:, None]
         x = self.tokens(ids)
@@ -82,8 +80,15 @@ class TurningLayer(nn.Module):
         return x + self.out(y.transpose(1, 2).reshape(b, t, e))
 
 
+def angles(speed: Tensor, t: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of positions 0 to t - 1, made as transformers makes them."""
+    angle = (speed[None, :, None] @ torch.arange(t)[None, None].float()).transpose(1, 2)
+    turn = torch.cat((angle, angle), -1)
+    return (turn.cos() * 1.0).unsqueeze(1), (turn.sin() * 1.0).unsqueeze(1)
+
+
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Halves of each head turned by an angle, as in LLaMA."""
+    """Both halves of each head turned by an angle, as in LLaMA."""
     return x * cos + torch.cat((-x[..., 4:], x[..., :4]), -1) * sin
 
 
@@ -98,6 +103,24 @@ class Convolved(nn.Module):
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))
         return self.head(self.convolution(x.transpose(1, 2)).transpose(1, 2))
+
+
+class Pooled(nn.Module):
+    """Returns all positions, and what a layer makes of one; only a product may round before, or nothing."""
+
+    def __init__(self, place: int, *, rounds: bool) -> None:
+        super().__init__()
+        self.place = place
+        self.tokens, self.pool = nn.Embedding(40, WIDTH), nn.Linear(WIDTH, 3)
+        self.turning = TurningLayer("") if rounds else None
+        self.register_buffer("speed", 100.0 ** -(torch.arange(4) / 4))
+
+    def forward(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.tokens(ids)
+        if self.turning is not None:
+            keep = (mask[:, None, :] | torch.eye(ids.shape[1], dtype=torch.bool))[:, None]
+            x = self.turning(x, *angles(self.speed, ids.shape[1]), keep)
+        return x, self.pool(x[:, self.place])
 
 
 def compared(model: nn.Module, side: str, folder: Path, *, flipped: bool) -> opdrift.Diagnosis:
@@ -168,3 +191,32 @@ def test_tokens_with_positions_added_are_not_taken_for_positions(flipped: bool, 
     assert found.first.op == "aten.convolution.default"
     assert found.causes[0].slug == "padding"
     assert "position-ids" not in {each.slug for each in found.causes}
+
+
+FIRST = "the first valid position of each sample, x[torch.arange(len(x)), mask"
+LAST = "the last valid position of each sample, x[torch.arange(len(x)), lengths"
+
+
+@pytest.mark.parametrize(
+    ("side", "place", "rounds", "remedy"),
+    [("left", 0, True, FIRST), ("left", 0, False, FIRST), ("right", -1, False, LAST)],
+    ids=["left, behind rounding", "left", "right"],
+)
+def test_a_position_taken_from_padding_is_told_by_its_own_facts(
+    side: str, place: int, rounds: bool, remedy: str, tmp_path: Path
+):
+    """Whether its input is equal, what becomes of it, and on which side to pad instead."""
+    torch.manual_seed(0)
+
+    found = compared(Pooled(place, rounds=rounds), side, tmp_path, flipped=False)
+
+    assert found.verdict == "diverged"
+    first = found.first
+    assert first is not None
+    assert (first.op, first.cause.slug) == ("aten.select.int", "padding")
+    assert first.inputs_match is not rounds
+    # what one run returns of all positions differs by rounding only
+    assert first.final_relative_difference is not None
+    assert first.final_relative_difference > 0.01
+    assert remedy in first.cause.try_
+    assert f"pad on the {side}" not in first.cause.try_

@@ -160,8 +160,7 @@ def padding(e: Evidence) -> Cause | None:
             "certain",
             f"{where} takes a position that is padding for the sample",
             [*map(_setting, _raw_settings(e)), *(p.words for p in operands[:2]), *places],
-            "Take the last valid position of each sample, x[torch.arange(len(x)), lengths - 1], or pad on the left; pack"
-            " sequences for recurrent layers (torch.nn.utils.rnn.pack_padded_sequence).",
+            _other_position(operands),
         )
     if (counts := _padded_counts(e)) is not None:
         return cause(
@@ -269,6 +268,19 @@ def _operands(e: Evidence) -> list[_Padded]:
                     valid = extents.valid[side.one.sample]
                     found.append(_Padded(name, side, op, slot, position, valid))
     return found
+
+
+def _other_position(operands: list[_Padded]) -> str:
+    """What to type instead of taking a position that is padding; to pad on the other side helps, on the same it does not."""
+    if {p.valid[0] > 0 for p in operands if p.valid is not None} == {True}:
+        return (
+            "Take the first valid position of each sample, x[torch.arange(len(x)), mask.long().argmax(1)], or pad on"
+            " the right."
+        )
+    return (
+        "Take the last valid position of each sample, x[torch.arange(len(x)), lengths - 1], or pad on the left; pack"
+        " sequences for recurrent layers (torch.nn.utils.rnn.pack_padded_sequence)."
+    )
 
 
 def _along(e: Evidence, operands: list[_Padded]) -> list[_Padded]:

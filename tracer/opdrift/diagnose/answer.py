@@ -36,6 +36,7 @@ from opdrift.diagnose.surroundings import (
 )
 from opdrift.errors import IncomparableTracesError
 from opdrift.findings import Steps
+from opdrift.flow import made_from
 from opdrift.origins.effects import lost_from_sight
 from opdrift.origins.joints import narrowed
 from opdrift.origins.model import Origin
@@ -55,6 +56,8 @@ from opdrift.records import (
 from opdrift.sizes import Tolerance, measure, size_of
 from opdrift.tracefile.reader import Trace
 
+#: Origins whose way to the results is followed; each takes a walk through the run.
+_FOLLOWED: Final = 4
 _CONFIDENCES: Final[tuple[Confidence, ...]] = ("certain", "likely", "possible")
 
 
@@ -92,10 +95,13 @@ def diagnose(
             raise _given_in_parts(case, parts)
     sizes = receive(case, found.receivers)
     judged = _judge(case, found, sizes, environment, tolerance)
-    final = _final(case, found)
-    divergences = tuple(divergence(case, j.origin, j.size, j.causes[0], final) for j in judged)
+    finals = _finals(case, found, judged)
+    divergences = tuple(
+        divergence(case, j.origin, j.size, j.causes[0], final)
+        for j, final in zip(judged, finals, strict=True)
+    )
     material = next((d for d in divergences if d.material), None)
-    reach = reach_of(case, final) if divergences and material is None else None
+    reach = reach_of(case, finals[0]) if divergences and material is None else None
     differing = None if samples is not None else differing_samples(left, right, found.sinks)
     return Diagnosis(
         verdict=_verdict(divergences),
@@ -258,20 +264,36 @@ def _amplified(case: Case, received: Sequence[Received]) -> Iterator[Origin]:
         yield lost
 
 
-def _final(case: Case, found: Found) -> float | None:
-    """The relative difference of the runs' result: the first output that a module returned."""
+def _finals(case: Case, found: Found, judged: Sequence[Judged]) -> list[float | None]:
+    """For each origin the relative difference of the first result that it has a part in.
+
+    Outputs that a module returned go before other results. Where none is known to be made of what differs, and
+    for origins after many, it is the first of all.
+    """
+    results = _results(case, found)
+    finals: list[float | None] = [results[0][1] if results else None] * len(judged)
+    if len(results) < 2:
+        return finals
+    for number, each in enumerate(judged[:_FOLLOWED]):
+        value = each.origin.values.left
+        if value is not None:
+            made, _ = made_from(case.left.contents, [value])
+            finals[number] = next((gap for v, gap in results if made[v]), finals[number])
+    return finals
+
+
+def _results(case: Case, found: Found) -> list[tuple[int, float]]:
+    """Left values of results that differ, and by how much; other than outputs only where no output does."""
     for kinds in (("output",), ("gradient", "parameter", "alive", "unread")):
-        for sink in found.sinks:
-            if (
-                sink.kind in kinds
-                and sink.differs
-                and sink.left is not None
-                and sink.right is not None
-            ):
-                gap = measure(case, sink.left, sink.right)
-                if gap is not None and gap.relative is not None:
-                    return gap.relative
-    return None
+        sized = [
+            (s.left, gap.relative)
+            for s in found.sinks
+            if s.kind in kinds and s.differs and s.left is not None and s.right is not None
+            if (gap := measure(case, s.left, s.right)) is not None and gap.relative is not None
+        ]
+        if sized:
+            return sized
+    return []
 
 
 def _verdict(divergences: tuple[Divergence, ...]) -> Verdict:
