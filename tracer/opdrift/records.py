@@ -307,6 +307,7 @@ class Divergence:
         outside: The op ran outside every module: a loss or an optimizer's step that the program calls itself.
         made_otherwise: An input is a constant, or a view of what is equal, that was made with other
             arguments: `arguments` are those.
+        content: In words, what changed with no op that wrote it, where that is no leaf but an op's output.
     """
 
     kind: DivergenceKind
@@ -336,6 +337,7 @@ class Divergence:
     arithmetic: str | None = None
     outside: bool = False
     made_otherwise: bool = False
+    content: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

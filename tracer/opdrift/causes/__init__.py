@@ -27,6 +27,7 @@ from opdrift.causes import (
     quantisation,
     randomness,
     structure,
+    unseen,
 )
 from opdrift.causes.evidence import Evidence, Shared, cause
 from opdrift.records import Cause
@@ -75,7 +76,7 @@ CAUSES: Final[dict[str, Callable[[Evidence], Cause | None]]] = {
     "reshaped": structure.reshaped,
     "nondeterministic-op": kernels.nondeterministic_op,
     "flags": environment.flags,
-    "unseen-write": memory.unseen_write,
+    "unseen-write": unseen.unseen_write,
     "kernel": kernels.kernel,
     "environment": environment.environment,
     "raised": structure.raised,

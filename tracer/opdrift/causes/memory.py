@@ -9,19 +9,14 @@ import numpy as np
 
 from opdrift.case import Side
 from opdrift.causes.evidence import Evidence, cause, scope, some
+from opdrift.causes.unseen import maker_of, output_words
 from opdrift.compare import describe, number
-from opdrift.origins.kinds import draws
-from opdrift.records import READ_UNINITIALISED, REREAD, Cause, Leaf
+from opdrift.records import READ_UNINITIALISED, Cause, Leaf
 from opdrift.sizes import measure
-from opdrift.tokens import base
 from opdrift.tracefile.reader import Fingerprint
 
 #: Two contents of fresh memory that are nearer than this were computed; garbage has nothing in common.
 _COMPUTED: Final = 0.1
-#: An output this many times further off than rounding explains is no matter of rounding.
-_FAR: Final = 1e3
-_FAR_LEAST: Final = 1e-6
-_OTHER_MACHINE: Final = frozenset(["device", "torch", "cpu_capability", "mkl", "mkldnn", "cuda"])
 #: Magnitudes that no table of a model has; freed memory holds them as addresses and counters.
 _LARGEST: Final = 1e30
 _SMALLEST: Final = 1e-30
@@ -340,12 +335,13 @@ def _last_fingerprint(side: Side, value: int) -> Fingerprint | None:
 
 
 def race(e: Evidence) -> Cause | None:
-    """A content changed with no op that wrote it, in one run before its use and in the other after."""
+    """A content changed with no op that wrote it: in one run only, or before its use in one and after it in the other."""
     if e.origin.story != "hidden-write":
         return None
     names = e.origin.names
     reader = e.consumer()
-    evidence = []
+    evidence: list[str] = []
+    written: list[str] = []
     what = names[0] if names else None
     for name, side, op, value in (
         ("left", e.case.left, reader.left, e.origin.values.left),
@@ -356,9 +352,11 @@ def race(e: Evidence) -> Cause | None:
         rows = side.leaves.of(value)
         changed = next((leaf for leaf in rows if leaf.when == "changed"), None)
         where = f" when {side.place(op)} read it" if op is not None else ""
-        maker = _maker(side, value)
+        maker = maker_of(side, value)
         if what is None and maker is not None:
-            what = f"what {side.name(maker)} (op {side.seq(maker)}) wrote"
+            what = output_words(side, maker)
+        if _is_written(side, value):
+            written.append(name)
         if changed is not None:
             evidence.append(
                 f"{name}: the content had changed by op {changed.seq + 1}, with no recorded op that wrote it{where and ',' + where}"
@@ -370,93 +368,43 @@ def race(e: Evidence) -> Cause | None:
         aliases = sorted({leaf.name for leaf in rows if leaf.name})
         if len(aliases) > 1 and name == "left":
             evidence.append(f"one storage has the names {some(aliases, 6)}")
-    evidence += _stale(e)
+    stale = _stale(e)
+    once = len(written) == 1
+    when = f"seen in the {written[0]} run only" if once else "in the two runs at different times"
     return cause(
         "race",
         "likely",
-        f"{what or 'a tensor'} was written behind the dispatcher's back, in the two runs at different times",
-        evidence,
-        "Wait for the copy before the tensor is read: stream.wait_stream or event.synchronize for non_blocking copies,"
-        " future.result() for threads; do not reuse a slot before its last reader is done.",
+        f"{what or 'a tensor'} was written behind the dispatcher's back, {when}",
+        [*evidence, *stale],
+        # who reads what an earlier reader had read may have come before a write, in either run
+        _remedy(e, written[0] if once and not stale else None),
     )
 
 
-def _maker(side: Side, value: int) -> int | None:
-    """The op that wrote a storage last, whatever changed in it since."""
-    state = int(side.contents.states.of[value])
-    while state >= 0 and side.contents.states.writer[state] < 0:
-        state = int(side.contents.states.before[state])
-    return None if state < 0 else int(side.contents.states.writer[state])
+def _is_written(side: Side, value: int) -> bool:
+    """Whether a storage was, at any time of the run, seen to have changed with no op that wrote it."""
+    storage = side.trace.values.storage
+    return any(storage[leaf.value] == storage[value] for leaf in side.leaves.changed)
 
 
-def unseen_write(e: Evidence) -> Cause | None:
-    """Equal inputs, far apart outputs, no other kernel: a leaf may have changed since it was last read.
-
-    Leaves are read on entry, and again at use only within a budget: what is known of them may be old.
-    """
-    op = e.origin.op
-    gap, limit = e.size.difference, e.size.limit
-    if e.origin.story != "op" or e.origin.settings or op.left is None or op.right is None:
-        return None
-    if (
-        gap is None
-        or gap.relative is None
-        or limit is None
-        or gap.relative < _FAR * max(limit, _FAR_LEAST)
-    ):
-        return None
-    if (
-        e.origin.inputs_match is not True
-        or gap.changed_index is not None
-        or draws(e.case.left, op.left)
-        or draws(e.case.right, op.right)
-    ):
-        return None
-    if any(d.name in _OTHER_MACHINE for d in e.shared.environment):
-        return None
-    suspects: list[str] = []
-    taken: list[str] = []
-    for name, side, index in (("left", e.case.left, op.left), ("right", e.case.right, op.right)):
-        # what was read again at this op is not old
-        always = side.trace.header.options.get("integrity") == "full"
-        if always or side.trace.ops.flags[index] & REREAD:
-            return None
-        partner = (e.case.pairing.right_of, e.case.pairing.left_of)[0 if name == "left" else 1]
-        for value in side.trace.ops.inputs[index].tolist():
-            leaf = side.leaves.best(value, side.module(index))
-            if leaf is None or leaf.kind == "input" or int(side.contents.maker[value]) >= 0:
-                continue
-            suspects.append(leaf.name or "a nameless constant")
-            taken += [
-                f"{name}: {side.place(k)} took an alias of {leaf.name}"
-                for k in _aliases(side, value, index)
-                if partner[k] < 0
-            ]
-    if not suspects:
-        return None
-    names = list(dict.fromkeys(suspects))
-    return cause(
-        "race",
-        "possible",
-        f"{some(names)} may have been written between the last reading and this op, behind the dispatcher's back",
-        [
-            "same op, same arguments, inputs equal as far as they were read",
-            f"relative difference {number(gap.relative)}: no order of summation gives that",
-            f"{some(names)}: read on entry and not again at this op",
-            *taken[:3],
-        ],
-        "Record both runs with integrity='full': every leaf is then read again at each use, and a hidden write is seen."
-        " Look for numpy, .data, other threads and custom kernels that write into these tensors.",
+def _remedy(e: Evidence, only: str | None) -> str:
+    """What to do about a hidden write: what can have written depends on where the tensor is."""
+    value = e.origin.values.left
+    side = e.case.left
+    if value is None:
+        value, side = e.origin.values.right, e.case.right
+    if value is not None and side.trace.meta(value).device != "cpu":
+        return (
+            "Wait for the copy before the tensor is read: stream.wait_stream or event.synchronize for non_blocking copies,"
+            " future.result() for threads; do not reuse a slot before its last reader is done."
+        )
+    writers = "numpy (Tensor.numpy()), .data, DLPack, C++ code and other threads"
+    where = f"in the {only} run" if only is not None else "in both runs"
+    return (
+        f"Look {where} for what writes into this memory past torch: {writers}. Write with torch ops, or clone() before the"
+        " memory is shared; wait for a thread (future.result()) before the tensor is read, and do not reuse a slot before its"
+        " last reader is done."
     )
-
-
-def _aliases(side: Side, value: int, before: int) -> list[int]:
-    """Ops before another that took an alias of a leaf's whole state."""
-    state = int(side.contents.states.of[value])
-    inputs = side.trace.ops.inputs
-    hits = np.flatnonzero(side.contents.states.of[inputs.values] == state)
-    ops = dict.fromkeys(int(k) for k in inputs.rows()[hits] if k < before)
-    return [k for k in ops if base(side.name(k)) in ("detach", "alias", "detach_")]
 
 
 def _stale(e: Evidence) -> list[str]:

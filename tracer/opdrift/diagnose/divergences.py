@@ -6,6 +6,7 @@ from opdrift.bounds import arithmetic
 from opdrift.case import Case, Side
 from opdrift.causes.evidence import Evidence, Shared
 from opdrift.causes.picked import kernel_picks
+from opdrift.causes.unseen import maker_of, output_words
 from opdrift.origins.model import Origin
 from opdrift.records import Cause, Divergence, Phase, Pick, Sides
 from opdrift.sizes import Size
@@ -58,7 +59,19 @@ def divergence(
         arithmetic=_arithmetic(case, origin),
         outside=call is not None and not call.id,
         made_otherwise=origin.story == "factory" and bool(origin.settings),
+        content=_content(case, origin),
     )
+
+
+def _content(case: Case, origin: Origin) -> str | None:
+    """What was written with no op, where no leaf gives it a name: the output of the op that wrote it before."""
+    if origin.kind != "hidden-write" or any(origin.names):
+        return None
+    for side, value in ((case.left, origin.values.left), (case.right, origin.values.right)):
+        maker = maker_of(side, value) if value is not None else None
+        if maker is not None:
+            return output_words(side, maker)
+    return None
 
 
 def _arithmetic(case: Case, origin: Origin) -> str | None:

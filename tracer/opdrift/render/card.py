@@ -85,7 +85,8 @@ def _place(first: Divergence, left: TraceSummary, right: TraceSummary) -> str:
     phase = None if first.outside and first.phase == "forward" else first.phase
     where = f"at op {at(first.seq, left, right, phase=phase)}"
     if first.kind == "hidden-write":
-        return f"{where}: {name(first.name or '')} changed, and no recorded op wrote it"
+        content = first.name or first.content or "a tensor without a name"
+        return f"{where}: {name(content)} changed, and no recorded op wrote it"
     if first.kind == "structure":
         if not first.material:
             return f"{where}: {_scope(first)} is computed in two ways"
@@ -145,6 +146,9 @@ def _where(first: Divergence, module_type: str | None) -> Field:
         verb = "first used" if first.kind == "leaf" else "read"
         used = [f"{verb} by {name(first.op)} in {module}{call}"] if first.op else []
         lines = [name(first.name), *used]
+    elif first.content is not None:
+        used = [f"read by {name(first.op)}{_seqs(first.seq)} in {module}{call}"] if first.op else []
+        lines = [name(first.content), *used]
     else:
         lines = [f"{module}{call}", *([f"{name(first.op)}{_seqs(first.seq)}"] if first.op else [])]
     if first.source:
