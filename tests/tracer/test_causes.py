@@ -78,6 +78,24 @@ def test_weights_that_were_drawn_twice_are_called_so():
     assert "load_state_dict" in found.try_
 
 
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (
+            "2",
+            "1 of 2 tensors of the model differs before the first op; its two contents are independent",
+        ),
+        ("4", "2 of 2 tensors of the model differ before the first op; they are independent"),
+    ],
+)
+def test_one_weight_and_several_agree_with_their_verbs(other: str, said: str):
+    """Nobody writes of one tensor what they are."""
+    left = run(model({"a.weight": draw("1"), "b.weight": draw("2")}))
+    right = run(model({"a.weight": draw("3"), "b.weight": draw(other)}))
+
+    assert cause(left, right).summary.startswith(said)
+
+
 def test_weights_drawn_during_the_run_name_the_draw():
     """The trace saw the draws, and no copy from a checkpoint."""
 

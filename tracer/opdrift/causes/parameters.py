@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -60,21 +61,31 @@ def weights(e: Evidence) -> Cause | None:
             f"{headline}; some were last written by a random draw, not by a copy from a checkpoint"
         )
     else:
-        summary = f"{headline}; {how.words}"
+        summary = f"{headline}; {_agreeing(e, how.words)}"
     remedy = _seed_remedy(e, members) + _load_remedy(e) if how.never_loaded else how.remedy
     return cause("weights", "certain", summary, evidence, remedy)
 
 
 def _headline(e: Evidence, leaf: Leaf) -> str:
-    total, differing, _ = e.shared.model_leaves
-    if e.origin.region.left or e.origin.region.right:
-        differing = len(e.origin.names)  # what they were on entry does not count
+    total, differing = e.shared.model_leaves[0], _differing(e)
     if not leaf.name or not total:
         return f"the weight {leaf.name or 'without a name'} differs"
     return (
         f"{differing} of {counted(total, 'tensor')} of the model "
         f"{'differs' if differing == 1 else 'differ'} before the first op"
     )
+
+
+def _differing(e: Evidence) -> int:
+    """How many tensors of the model differ; 0 where none has a name."""
+    if e.origin.region.left or e.origin.region.right:
+        return len(e.origin.names)  # what they were on entry does not count
+    return e.shared.model_leaves[1]
+
+
+def _agreeing(e: Evidence, words: str) -> str:
+    """How weights differ, after the headline: "they", or of a single one its two contents."""
+    return words if _differing(e) > 1 else re.sub("^they ", "its two contents ", words)
 
 
 _SAME_CHECKPOINT: Final = "Load the same checkpoint in both runs: compare the paths and checksums of what torch.load reads, and record again."
