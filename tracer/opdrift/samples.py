@@ -77,6 +77,11 @@ class OneSample:
         self.size = batch.size
         self.table = self.trace.samples
         if batch.size > _ALONE and not self.table.own:
+            if not self.trace.complete:
+                raise IncomparableTracesError(
+                    f"{self.trace.path} has no records of its samples: it is {self.trace.incomplete}."
+                    " Record the run again, and let it end by itself."
+                )
             raise IncomparableTracesError(
                 f"{self.trace.path} has no samples: no input was found to have a leading dim of {batch.size}."
                 " Name one that carries the batch with inputs={...}."

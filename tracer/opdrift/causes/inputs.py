@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Final
 
-from opdrift.case import Side
+from opdrift.case import Case, Side
 from opdrift.causes.evidence import Evidence, cause, counted, some
 from opdrift.compare import Difference, describe, difference
-from opdrift.records import Cause
+from opdrift.records import Cause, TensorMeta
+from opdrift.tracefile.schema import RECORDED_SAMPLES
 
 _MASKS: Final = ("mask",)
 
@@ -21,11 +23,12 @@ def input_(e: Evidence) -> Cause | None:
     values = e.origin.values
     found = _difference(e.case.left, e.case.right, values.left, values.right)
     metas = [
-        str(side.trace.meta(v)) if v is not None else "absent"
+        str(_own_meta(side, v)) if v is not None else "absent"
         for side, v in ((e.case.left, values.left), (e.case.right, values.right))
     ]
+    chosen = _of_other_sample(e.case) if leaf.kind == "input" else None
     evidence = [
-        f"left {metas[0]}, right {metas[1]}",
+        f"left {metas[0]}, right {metas[1]}" + (", of the sample" if e.case.by_sample else ""),
         describe(found) if found is not None and found.comparable else "",
         _shifted(e),
         f"further inputs that differ: {some(e.origin.names[1:])}" if e.origin.names[1:] else "",
@@ -35,8 +38,10 @@ def input_(e: Evidence) -> Cause | None:
         "input",
         "certain",
         f"{name} differs{shapes} before the first op that reads it",
-        evidence,
-        "Feed both runs the same tensors: compare tokenizer, preprocessing and padding, or save the inputs of one"
+        [*evidence, chosen[0]] if chosen is not None else evidence,
+        chosen[1]
+        if chosen is not None
+        else "Feed both runs the same tensors: compare tokenizer, preprocessing and padding, or save the inputs of one"
         " run with torch.save and load them in the other.",
     )
 
@@ -75,6 +80,55 @@ def _shifted(e: Evidence) -> str:
     if longer[: len(shorter)] == shorter:
         return f"the {side} one is the other with {counted(extra, 'element')} more at its end: {longer[len(shorter) :]}"
     return ""
+
+
+def _own_meta(side: Side, value: int) -> TensorMeta:
+    """Of one sample's part of a value where samples are compared."""
+    return side.one.meta(value) if side.one is not None else side.trace.meta(value)
+
+
+def _of_other_sample(case: Case) -> tuple[str, str] | None:
+    """What another choice of samples would compare, and a remedy; None where whole batches are compared."""
+    left, right = case.left.one, case.right.one
+    if left is None or right is None:
+        return None
+    meant = next(equal_samples(case, [left.sample], range(right.size)), None) or next(
+        equal_samples(case, range(left.size), [right.sample]), None
+    )
+    if meant is not None:
+        return (
+            f"sample {meant[0]} of the left run and sample {meant[1]} of the right one have equal inputs",
+            f"Compare the samples that are the same: --samples {meant[0]}:{meant[1]}.",
+        )
+    return (
+        f"no recorded sample of the right run has the inputs of sample {left.sample} of the left one",
+        "Look whether --samples names the same sample in both runs, and whether the lengths and pad_side given to"
+        " opdrift.Batch are those of the inputs; else feed both runs the same tensors.",
+    )
+
+
+def equal_samples(
+    case: Case, lefts: Iterable[int], rights: Iterable[int]
+) -> Iterator[tuple[int, int]]:
+    """Pairs of samples for which all inputs that both runs name and recorded are equal."""
+    a, b = _inputs_of(case.left, lefts), _inputs_of(case.right, rights)
+    for left, mine in a.items():
+        for right, theirs in b.items():
+            shared = mine.keys() & theirs.keys()
+            if shared and all(mine[name] == theirs[name] for name in shared):
+                yield left, right
+
+
+def _inputs_of(side: Side, samples: Iterable[int]) -> dict[int, dict[str, tuple[int, ...]]]:
+    """Per sample the keys of its part of the named inputs; of inputs that carry no sample nothing."""
+    leaves = [leaf for leaf in side.leaves.starts if leaf.kind == "input" and leaf.name]
+    found: dict[int, dict[str, tuple[int, ...]]] = {}
+    for number in samples:
+        if number >= RECORDED_SAMPLES:
+            break
+        prints = {leaf.name: side.trace.sample(leaf.value, number) for leaf in reversed(leaves)}
+        found[number] = {name: each.key for name, each in prints.items() if each is not None}
+    return found
 
 
 def _difference(left: Side, right: Side, a: int | None, b: int | None) -> Difference | None:

@@ -92,7 +92,28 @@ def uneven_inputs(case: Case) -> list[str]:
             found.append(
                 f"{name} holds {sizes[0]} elements of the sample on the left and {sizes[1]} on the right"
             )
-    return found[:3]
+    return [*found[:3], *_told_lengths(case)] if found else []
+
+
+def _told_lengths(case: Case) -> list[str]:
+    """What the recorder was told of padding, and what to look at, where the parts of a sample are uneven."""
+    found = []
+    for side in (case.left, case.right):
+        trace, one = side.trace, side.one
+        lengths = trace.batch.lengths if trace.batch is not None else None
+        if lengths is None or one is None:
+            continue
+        if trace.samples.first_extents is None:
+            found.append(
+                f"{trace.path} was recorded with lengths=, the longest {max(lengths)}, and which dim of its inputs is the padded"
+                " one is not clear: record a batch whose longest sample is as long as one dim of them, and only one"
+            )
+        else:
+            found.append(
+                f"{trace.path} was recorded with {lengths[one.sample]} as the length of sample {one.sample}: look whether"
+                " lengths= is in the order of the batch"
+            )
+    return found
 
 
 def unplaced(trace: Trace) -> list[str]:

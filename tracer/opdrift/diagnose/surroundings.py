@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from opdrift.case import Case, Side
+from opdrift.causes.inputs import equal_samples
 from opdrift.diagnose.batches import uneven_inputs
 from opdrift.origins.search import Found, random_draws
 from opdrift.records import EnvironmentDifference, Header, Sides, TraceSummary, UnpairedGroup
@@ -127,7 +128,23 @@ def notes_of(case: Case, found: Found, *, samples: tuple[int, int] | None) -> tu
             notes.append(f"{listed} {verbs} no part in a result that differs")
     if samples is not None:
         notes += _of_samples(case, samples)
+    else:
+        notes += _of_other_batches(case)
     return tuple(notes)
+
+
+def _of_other_batches(case: Case) -> list[str]:
+    """That single samples can be compared, where batches of other sizes were recorded that have samples in common."""
+    left, right = case.left.trace.batch, case.right.trace.batch
+    if left is None or right is None or left.size == right.size:
+        return []
+    same = next(equal_samples(case, range(left.size), range(right.size)), None)
+    if same is None:
+        return []
+    return [
+        f"the batches hold {left.size} and {right.size} samples, and sample {same[0]} of the left one is sample {same[1]}"
+        f" of the right one: compare that with --samples {same[0]}:{same[1]}"
+    ]
 
 
 def _of_samples(case: Case, samples: tuple[int, int]) -> list[str]:
