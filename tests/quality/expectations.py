@@ -10,7 +10,7 @@
 | dtype cast | the cast, or the op that reads what was cast | `dtype`, with the type |
 | extra op | that op, or the op that reads its result | `structure` |
 | in-place write | the op that writes | `inplace`; into a parameter `weights` is as true, and after the backward `structure`: one more write there is one more step |
-| hidden write | the first op whose result it changes | `race`; of a leaf with its name |
+| hidden write | the first op whose result it changes | `race`, of a leaf with its name; of a tensor that nobody knew before `input`, since it is not known what it held |
 | rng offset | the op that draws | `rng` |
 """
 
@@ -190,6 +190,15 @@ class Sound:
         trained = bool((self.trace.ops.phase[:op] == 1).any())
         return trained and self.trace.op(op).call.id == 0 and self.trace.op(op).phase == "forward"
 
+    def meets(self, op: int) -> bool:
+        """Whether an op is the first that takes a tensor from before the run that nobody named."""
+        inputs = set(self.trace.ops.inputs[op].tolist())
+        return any(
+            leaf.when == "use" and leaf.kind == "constant" and leaf.value in inputs
+            for leaf in self.trace.leaves
+            if leaf.seq == op
+        )
+
     def is_view(self, op: int) -> bool:
         """Whether an op returns a part of what it is given."""
         info = self.trace.op_info(int(self.trace.ops.signature[op]))
@@ -253,8 +262,9 @@ def expected(plant: Plant, sound: Sound, planted: Trace) -> Expectation:
             return Expectation(frozenset({Sides(None, op + 1)}), frozenset(right))
         case "hidden write":
             read = sound.affected(plant.op, planted) + 1
+            causes = {"race", "input"} if sound.meets(plant.op) else {"race"}
             return Expectation(
-                frozenset({Sides(read, read)}), frozenset({"race"}), words=plant.told[1:]
+                frozenset({Sides(read, read)}), frozenset(causes), words=plant.told[1:]
             )
         case "rng offset":
             later = op + 1 if plant.detail == "seen" else op

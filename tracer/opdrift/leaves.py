@@ -77,6 +77,7 @@ class LeafTable:
         rows = contents.trace.leaves
         self.starts = [leaf for leaf in rows if leaf.kind in STARTS and leaf.when in BEFORE]
         self.changed = [leaf for leaf in rows if leaf.when == "changed"]
+        self.generated = [leaf for leaf in rows if leaf.when == "generated"]
         self.outputs = [leaf for leaf in rows if leaf.when in AFTER and leaf.kind != "alive"]
         self.alive = [leaf for leaf in rows if leaf.kind == "alive"]
 
@@ -84,7 +85,7 @@ class LeafTable:
     def by_state(self) -> dict[int, list[Leaf]]:
         """Rows of leaves, by the state of their value."""
         found: dict[int, list[Leaf]] = defaultdict(list)
-        for leaf in [*self.starts, *self.changed]:
+        for leaf in [*self.starts, *self.changed, *self.generated]:
             found[int(self._contents.states.of[leaf.value])].append(leaf)
         return found
 

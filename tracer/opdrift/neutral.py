@@ -209,6 +209,41 @@ def around_compilation(off: Callable[[], None], on: Callable[[], None]) -> Calla
     return undo
 
 
+def around_generated_code(wrote: Callable[[list[torch.Tensor]], None]) -> Callable[[], None]:
+    """Say after each call of code that inductor generated which of its inputs it wrote; inductor must be loaded.
+
+    Such code writes with no op: an optimizer's compiled step, the running statistics of a compiled norm. Returns
+    what undoes it.
+    """
+    from torch._inductor.output_code import CompiledFxGraph  # noqa: PLC0415  # as above
+
+    call = CompiledFxGraph.__call__
+    undone = False
+
+    def watched(graph: CompiledFxGraph, inputs: Sequence[Any]) -> Any:
+        if undone:
+            return call(graph, inputs)
+        # before the call, which empties the list; the others must not be kept alive
+        places = set(getattr(graph, "mutated_input_idxs", ()))
+        written = [
+            each for i, each in enumerate(inputs) if i in places and isinstance(each, torch.Tensor)
+        ]
+        out = call(graph, inputs)
+        if written:
+            wrote(written)
+        return out
+
+    def undo() -> None:
+        nonlocal undone
+        undone = True
+        if CompiledFxGraph.__call__ is watched:  # else a recorder that began later calls this one
+            CompiledFxGraph.__call__ = call  # type: ignore[method-assign]
+
+    hide_from_dynamo(watched)
+    CompiledFxGraph.__call__ = watched  # type: ignore[method-assign,assignment]
+    return undo
+
+
 def hide_from_dynamo(*functions: Callable[..., Any]) -> None:
     """Let dynamo skip these functions without wrapping them, which would import it (0.8 s) at the first op."""
     try:

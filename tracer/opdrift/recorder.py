@@ -31,7 +31,7 @@ from opdrift.fingerprint.tensors import WITHOUT_CONTENT
 from opdrift.imports import watch_imports
 from opdrift.mode import RecordingMode
 from opdrift.naming import Naming
-from opdrift.neutral import around_compilation, dispatch_keys, silent
+from opdrift.neutral import around_compilation, around_generated_code, dispatch_keys, silent
 from opdrift.options import Options, check_options, check_tensor, check_text, finite
 from opdrift.plugins import Integration, OwnsParameters, installed_integrations
 from opdrift.records import TRACE_SCHEMA, Batch
@@ -258,7 +258,10 @@ class Recorder:
     def _wanted_imports(self) -> dict[str, Callable[[], None]]:
         """What to do once a library is loaded: attach its integration; keep out of dynamo's way."""
         wanted: dict[str, Callable[[], None]] = {
-            "torch._dynamo.callback": lambda: self._guarded("torch._dynamo", self._dynamo_loaded)
+            "torch._dynamo.callback": lambda: self._guarded("torch._dynamo", self._dynamo_loaded),
+            "torch._inductor.output_code": lambda: self._guarded(
+                "torch._inductor", self._inductor_loaded
+            ),
         }
         if self._options.integrations is None:
             for point in installed_integrations().values():
@@ -533,6 +536,15 @@ class Recorder:
             self._spool.mark(self._spool.thread(), "compile", {"event": "end"})
 
         self._stack.callback(around_compilation(off, on))
+
+    def _inductor_loaded(self) -> None:
+        def wrote(tensors: list[torch.Tensor]) -> None:
+            t = self._here() if self._state == "open" else None
+            if t is not None:
+                with silent():
+                    self._guarded("generated code", partial(self._values.generated, t, tensors))
+
+        self._stack.callback(around_generated_code(wrote))
 
     # ---- threads, failures -----------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ MASK_GRAD: Final = 512  #: of an attention op, its mask requires grad; of an `ad
 
 Phase = Literal["forward", "backward"]
 LeafKind = Literal["parameter", "buffer", "input", "constant", "gradient", "output", "alive"]
-LeafWhen = Literal["entry", "use", "changed", "gather", "return", "exit"]
+LeafWhen = Literal["entry", "use", "changed", "generated", "gather", "return", "exit"]
 
 #: A non-tensor argument as recorded: JSON's types, or text for dtypes, devices, layouts, generators.
 Scalar = None | bool | int | float | str

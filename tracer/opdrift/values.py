@@ -483,6 +483,27 @@ class Values:
                 self._watch_written(t, tensor, state, entry, key)
             outputs.append(entry[0])
 
+    def generated(self, t: ThreadBuffers, tensors: Sequence[Tensor]) -> None:
+        """Register what code that torch.compile generated wrote into tensors, with no op."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            state: StorageState | None = getattr(storage, self.key, None)
+            if state is None or isinstance(state.special, InFlight):
+                continue  # nothing was known of it, or it may not be read
+            state.writes += 1
+            state.values = {}
+            state.special = None
+            state.partial = tensor.numel() * tensor.element_size() < storage.nbytes()
+            if state.at:
+                self._rewritten(tensor, state, bumps=True)
+            key = key_of(tensor)
+            entry = self.make(t, state, key)
+            if self.can_read(tensor):
+                self.show(t, tensor, state, entry[0], key)
+            leaf = state.leaf
+            for name, kind in (leaf.names if leaf is not None else ()) or [("", "constant")]:
+                self.tell(t, leaf, entry[0], name, kind, "generated")
+
     def _needs_selection(self, use: Use) -> bool:
         """Whether an indexed write goes into memory that is not wholly written."""
         if not use.plan.scatters or self.is_elsewhere(use.args[0]):

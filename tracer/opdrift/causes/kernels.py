@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from opdrift.case import Side
-from opdrift.causes.evidence import Evidence, cause, op_names, scope, some
+from opdrift.causes.evidence import SIDES, Evidence, cause, op_names, scope, some
 from opdrift.causes.likeness import likeness
 from opdrift.causes.nondeterministic import NONDETERMINISTIC
 from opdrift.causes.picked import (
@@ -247,6 +247,42 @@ def _other_result(e: Evidence) -> Cause | None:
 
 def compile_(e: Evidence) -> Cause | None:
     """One run used code that torch.compile made."""
+    return _generated_write(e) or _compiled_here(e)
+
+
+def _generated_write(e: Evidence) -> Cause | None:
+    """Generated code wrote this in one run, and ops, or nothing, in the other."""
+    if not e.size.material:
+        return None
+    rows = [
+        [] if value is None else side.leaves.of(value)
+        for side, value in (
+            (e.case.left, e.origin.values.left),
+            (e.case.right, e.origin.values.right),
+        )
+    ]
+    wrote = [[leaf for leaf in side if leaf.when == "generated"] for side in rows]
+    if bool(wrote[0]) == bool(wrote[1]):
+        return None
+    number_ = 0 if wrote[0] else 1
+    name, other = SIDES[number_], SIDES[1 - number_]
+    leaf = wrote[number_][0]
+    what = leaf.name or "a tensor"
+    theirs = [e.sides[1 - number_][1].place(op) for op in e.ops_of(1 - number_)]
+    return cause(
+        "compile",
+        "likely",
+        f"{what} was written by code that torch.compile generated in the {name} run, and not in the {other} one",
+        [
+            f"{name}: generated code wrote {what} after op {leaf.seq}, with no op that could be seen",
+            f"{other}: {theirs[-1]}" if theirs else f"{other}: nothing of the kind wrote it",
+        ],
+        "Run this part eager in both runs (an optimizer's step without torch.compile); if the runs then agree, compare"
+        " backend='aot_eager' and 'inductor'.",
+    )
+
+
+def _compiled_here(e: Evidence) -> Cause | None:
     compiled = e.shared.compiled
     if compiled.left == compiled.right or e.origin.kind in ("leaf", "hidden-write"):
         return None

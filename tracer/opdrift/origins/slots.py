@@ -56,6 +56,8 @@ class SlotJudge:
             return None
         self._judged.add(states)
         seen = _Seen(row, position, self._consumer(row))
+        if self._is_generated(left, right):
+            return None  # what generated code made of what it read cannot be seen
         if self._is_changed(left, right):
             return None if self._is_reported(states) else self._hidden_write(left, right, seen)
         made_by = self._constant(left, right)
@@ -79,6 +81,11 @@ class SlotJudge:
 
     def _is_reported(self, states: tuple[int, int]) -> bool:
         return states[0] in self._leaf_states.left or states[1] in self._leaf_states.right
+
+    def _is_generated(self, left: int, right: int) -> bool:
+        """Whether code that torch.compile generated wrote both values."""
+        rows = self._case.left.leaves.of(left), self._case.right.leaves.of(right)
+        return all(any(leaf.when == "generated" for leaf in side) for side in rows)
 
     def _is_changed(self, left: int, right: int) -> bool:
         """Whether a run holds something here that no op wrote."""
