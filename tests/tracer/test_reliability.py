@@ -226,7 +226,7 @@ def test_a_full_disk_stops_the_recording_and_not_the_program(python: Python):
         a = torch.ones(64)
         with opdrift.record("run.trace"):
             a = a + 1
-            resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, resource.RLIM_INFINITY))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, resource.RLIM_INFINITY))
             for _ in range(20_000):
                 a = a + 1
         print(a[0].item())
