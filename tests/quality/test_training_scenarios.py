@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from scenarios import Book, Of, Pair, Scenario, X, check, infer, mlp, train, twins
-from torch import nn
+from torch import Tensor, nn
 
 import opdrift
-from opdrift.records import Divergence
+from opdrift.errors import IncomparableTracesError
+from opdrift.records import Diagnosis, Divergence
 
 BOOK = Book()
 agrees, diverges, rounds = BOOK.agrees, BOOK.diverges, BOOK.rounds
@@ -116,16 +118,112 @@ def test_what_the_model_itself_does_is_not_outside(tmp_path: Path):
     assert "the root module" in first.cause.summary
 
 
+# ---- a batch in parts ----------------------------------------------------------------------------------------
+
+BATCHES = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(5))
+
+
+def accumulated(
+    *,
+    parts: int = 2,
+    scale: Callable[[Tensor], Tensor] = lambda loss: loss / 2,
+    lr: float = 0.1,
+    stepwise: bool = False,
+    swapped: bool = False,
+) -> Pair:
+    """Two steps: with whole batches on the left, in parts on the right."""
+    models = twins(lambda: mlp(1))
+
+    def whole(model: nn.Module) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for x in BATCHES:
+            optimizer.zero_grad()
+            model(x).pow(2).mean().backward()
+            optimizer.step()
+
+    def pieces(model: nn.Module) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+        for x in BATCHES:
+            optimizer.zero_grad()
+            for part in x.chunk(parts):
+                scale(model(part).pow(2).mean()).backward()
+                if stepwise:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            if not stepwise:
+                optimizer.step()
+
+    bodies = [lambda: whole(models[0]), lambda: pieces(models[1])]
+    return Pair(*(bodies[::-1] if swapped else bodies), models[:: -1 if swapped else 1])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_parts_whose_gradients_add_up_differ_by_rounding(tmp_path: Path, swapped: bool):
+    """The verdict follows from the gradients and from what the runs end with."""
+    found = compared(accumulated(swapped=swapped), tmp_path)
+
+    assert found.verdict == "rounding"
+    assert found.first is not None
+    assert found.first.cause.slug == "rounding"
+    assert "in 2 parts in the" in found.first.cause.summary
+    assert "the gradients agree to" in found.first.cause.summary
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("parts", [2, 4])
+def test_a_loss_that_is_not_divided_is_told_by_its_factor(
+    tmp_path: Path, parts: int, swapped: bool
+):
+    """The gradients are as many times as large as there are parts."""
+    first = first_of(accumulated(parts=parts, scale=lambda loss: loss, swapped=swapped), tmp_path)
+
+    assert first.cause.slug == "structure"
+    assert f"are {parts} times as large" in first.cause.summary
+    assert f"Divide the loss of each part by {parts}" in first.cause.try_
+
+
+def test_another_factor_is_no_missing_division(tmp_path: Path):
+    first = first_of(accumulated(scale=lambda loss: loss * 1.5), tmp_path)
+
+    assert "are 3 times as large" in first.cause.summary
+    assert "divided" not in first.cause.summary
+
+
+def test_parts_with_another_loss_have_no_factor(tmp_path: Path):
+    """What is not a multiple is not called one."""
+    first = first_of(accumulated(scale=lambda loss: loss.sqrt() / 2), tmp_path)
+
+    assert "by no single factor" in first.cause.summary
+
+
+def test_gradients_that_agree_do_not_hide_another_step(tmp_path: Path):
+    """The first step's gradients agree, the parameters that come of them do not."""
+    first = first_of(accumulated(lr=0.2), tmp_path)
+
+    assert "what the runs end with does not" in first.cause.summary
+
+
+def test_smaller_batches_are_not_parts_of_one(tmp_path: Path):
+    """A step for each part is another training: nothing is said of its gradients."""
+    with pytest.raises(IncomparableTracesError, match="gives them in 2 parts"):
+        compared(accumulated(scale=lambda loss: loss, stepwise=True), tmp_path)
+
+
 def first_of(pair: Pair, folder: Path) -> Divergence:
-    """The first divergence of a pair."""
+    """The first divergence of a pair that diverges."""
+    found = compared(pair, folder)
+    assert found.verdict == "diverged"
+    assert found.first is not None
+    return found.first
+
+
+def compared(pair: Pair, folder: Path) -> Diagnosis:
+    """Both runs recorded and compared."""
     assert pair.models is not None
     for name, model, body in zip("lr", pair.models, (pair.left, pair.right), strict=True):
         with opdrift.record(folder / name, model=model):
             body()
-    found = opdrift.diff(folder / "l", folder / "r")
-    assert found.verdict == "diverged"
-    assert found.first is not None
-    return found.first
+    return opdrift.diff(folder / "l", folder / "r")
 
 
 @pytest.mark.parametrize("scenario", BOOK.scenarios, ids=lambda s: s.make.__name__)

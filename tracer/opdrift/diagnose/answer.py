@@ -25,6 +25,7 @@ from opdrift.diagnose.grouping import by_setting, grouped_leaves
 from opdrift.diagnose.growth import growth_of
 from opdrift.diagnose.judged import Judged
 from opdrift.diagnose.one_sample import rounding_at_results, with_effect
+from opdrift.diagnose.portions import Portions, portions_of
 from opdrift.diagnose.reach import reach_of
 from opdrift.diagnose.reordered import settled
 from opdrift.diagnose.surroundings import (
@@ -89,12 +90,17 @@ def diagnose(
     found = find_origins(case, whole=whole)
     if not found.origins and (not whole or (samples is not None and not found.sinks)):
         raise _nothing_found(left, right, case)
-    if any(o.kind == "leaf" and o.leaf.left and o.leaf.left.kind == "input" for o in found.origins):
+    portions = portions_of(case, found)
+    if portions is None and any(
+        o.kind == "leaf" and o.leaf.left and o.leaf.left.kind == "input" for o in found.origins
+    ):
         parts = in_parts(case.left.contents, case.right.contents)
         if parts is not None:
             raise _given_in_parts(case, parts)
     sizes = receive(case, found.receivers)
     judged = _judge(case, found, sizes, environment, tolerance)
+    if portions is not None:
+        judged = _in_portions(portions, judged)
     finals = _finals(case, found, judged)
     divergences = tuple(
         divergence(case, j.origin, j.size, j.causes[0], final)
@@ -222,6 +228,18 @@ def _judge(
     else:
         origins += islice(unexplained(origins), 1)
     return by_setting(case, origins, lambda j, ops: replace(j, origin=replace(j.origin, alike=ops)))
+
+
+def _in_portions(portions: Portions, judged: Sequence[Judged]) -> list[Judged]:
+    """Weights that differ from the start, and what the parts of the batch come to: no more can be compared."""
+    weights = [
+        j
+        for j in judged
+        if j.origin.kind == "leaf"
+        and j.origin.leaf.left is not None
+        and j.origin.leaf.left.kind in ("parameter", "buffer")
+    ]
+    return [*weights, Judged(portions.origin, portions.size, (portions.cause,))]
 
 
 def _origin_sizes(judged: Sequence[Judged]) -> dict[int, float]:
