@@ -79,7 +79,7 @@ def rounding(e: Evidence) -> Cause | None:
         evidence += ran.evidence
     elif picks.left is not None and picks.right is not None:
         evidence.append(f"kernel: {told(picks.left)} in both")
-    compiled = _compiled_here(e)
+    compiled = _compiled_side(e)
     if compiled is not None:
         evidence.append(
             f"{compiled}: torch.compile made the code around this op: it fuses what stands between products into loops of"
@@ -287,7 +287,7 @@ def _compiled_here(e: Evidence) -> Cause | None:
     if compiled.left == compiled.right or e.origin.kind in ("leaf", "hidden-write"):
         return None
     name, side = ("left", e.case.left) if compiled.left else ("right", e.case.right)
-    if _compiled_here(e) is None and e.origin.row >= 0:
+    if _compiled_side(e) is None and e.origin.row >= 0:
         return None
     if not e.size.material:
         return None
@@ -315,7 +315,7 @@ def _compiled_here(e: Evidence) -> Cause | None:
     return cause("compile", "certain" if random else "likely", summary, evidence, remedy)
 
 
-def _compiled_here(e: Evidence) -> str | None:
+def _compiled_side(e: Evidence) -> str | None:
     """The one run that is compiled, if its op here, or the one that reads the result, was called from that code."""
     compiled = e.shared.compiled
     if compiled.left == compiled.right:
