@@ -247,7 +247,7 @@ def _other_result(e: Evidence) -> Cause | None:
 
 def compile_(e: Evidence) -> Cause | None:
     """One run used code that torch.compile made."""
-    return _generated_write(e) or _compiled_here(e)
+    return _generated_write(e) or _compiled_region(e)
 
 
 def _generated_write(e: Evidence) -> Cause | None:
@@ -282,7 +282,7 @@ def _generated_write(e: Evidence) -> Cause | None:
     )
 
 
-def _compiled_here(e: Evidence) -> Cause | None:
+def _compiled_region(e: Evidence) -> Cause | None:
     compiled = e.shared.compiled
     if compiled.left == compiled.right or e.origin.kind in ("leaf", "hidden-write"):
         return None
