@@ -361,7 +361,7 @@ def other_origins(diagnosis: Diagnosis) -> list[OriginGroup]:
     for origin in diagnosis.origins:
         if origin in (shown, diagnosis.first_bitwise):  # the card has said these
             continue
-        place = _NUMBER.sub("*", origin.name if origin.name is not None else origin.module)
+        place = _NUMBER.sub("*", _exact(origin))
         groups.setdefault((place, origin.op or "", origin.cause.slug, origin.material), []).append(
             origin
         )
@@ -369,12 +369,17 @@ def other_origins(diagnosis: Diagnosis) -> list[OriginGroup]:
     return sorted(made, key=lambda g: not g.material)
 
 
+def _exact(origin: Divergence) -> str:
+    if origin.name is not None:
+        return origin.name
+    return OUTSIDE if origin.outside else origin.module
+
+
 def _group(key: tuple[str, str, str, bool], members: Sequence[Divergence]) -> OriginGroup:
     _, op, slug, material = key
     sizes = [m.relative_difference for m in members if m.relative_difference is not None]
     only = members[0]
-    exact = only.name if only.name is not None else only.module
-    place = exact if len(members) == 1 else key[0]
+    place = _exact(only) if len(members) == 1 else key[0]
     first_seq = only.seq.left if only.seq.left is not None else only.seq.right
     return OriginGroup(
         scope(place), name(op), len(members), first_seq, max(sizes, default=None), slug, material
