@@ -17,8 +17,8 @@ import opdrift
 LENGTHS = (9, 5)
 SAMPLE = 1
 WIDTH = 16
-#: Causes that say that something is wrong with how a sample is put into a batch.
-BLAME = {"mask", "position-ids", "padding", "batch-mixing", "nan"}
+#: Causes that say that something is wrong, or was called otherwise, because of the batch.
+BLAME = {"mask", "position-ids", "padding", "batch-mixing", "nan", "op-args"}
 
 
 def tokens(side: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -48,7 +48,9 @@ class Turning(nn.Module):
         t = ids.shape[1]
         cos, sin = angles(self.speed, t)
         keep = torch.ones(t, t, dtype=torch.bool).tril() & mask[:, None, :]
-        keep = (keep | torch.eye(t, dtype=torch.bool))[:, None]
+        # as libraries do: a mask that hides nothing is dropped
+        every = bool(mask.all())
+        keep = None if every else (keep | torch.eye(t, dtype=torch.bool))[:, None]
         x = self.tokens(ids)
         for layer in self.layers:
             x = layer(x, cos, sin, keep)
@@ -64,7 +66,7 @@ class TurningLayer(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, keep: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, keep: Tensor | None) -> Tensor:
         b, t, e = x.shape
         h = self.norm(x)
         q, k, v = (m(h).view(b, t, 2, 8).transpose(1, 2) for m in (self.q, self.k, self.v))
@@ -73,7 +75,7 @@ class TurningLayer(nn.Module):
             k = turned(k, cos, sin)
         if self.fault == "values are turned":
             v = turned(v, cos, sin)
-        bare = self.fault == "mask is left out"
+        bare = keep is None or self.fault == "mask is left out"
         y = functional.scaled_dot_product_attention(
             q, k, v, attn_mask=None if bare else keep, is_causal=bare
         )
@@ -220,3 +222,21 @@ def test_a_position_taken_from_padding_is_told_by_its_own_facts(
     assert first.final_relative_difference > 0.01
     assert remedy in first.cause.try_
     assert f"pad on the {side}" not in first.cause.try_
+
+
+def test_an_argument_that_was_allowed_to_matter_little_is_still_named_beside_rounding(
+    tmp_path: Path,
+):
+    """Whole batches that a tolerance lets pass were called otherwise all the same."""
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    traces = []
+    for number, eps in enumerate((1e-5, 1e-6)):
+        model = nn.LayerNorm(8, eps=eps)
+        traces.append(tmp_path / f"{number}.trace")
+        with torch.no_grad(), opdrift.record(traces[-1], model=model):
+            model(x)
+
+    found = opdrift.diff(*traces, tolerance=(1e-2, 1e-2))
+
+    assert found.verdict == "rounding"
+    assert {each.slug for each in found.causes} >= {"rounding", "op-args"}

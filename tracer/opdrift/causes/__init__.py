@@ -113,7 +113,9 @@ def causes_of(evidence: Evidence) -> tuple[Cause, ...]:
         if answer is not None:
             found.setdefault(answer.slug, answer)
     if "rounding" in found:
-        found = {slug: each for slug, each in found.items() if slug in _HARMLESS}
+        # a batch has masks and flags that its samples alone do not need
+        known = _HARMLESS - {"op-args"} if evidence.case.by_sample else _HARMLESS
+        found = {slug: each for slug, each in found.items() if slug in known}
     # what torch itself calls nondeterministic says more than that the size is rounding's
     if "nondeterministic-op" in found and "rounding" in found:
         first = found.pop("nondeterministic-op")
