@@ -29,7 +29,11 @@ LAYERS: tuple[tuple[int, str, str], ...] = (
     ),
     (3, RECORDING, "mode naming options recorder"),
     (2, READING, "align components contents layouts tokens"),
-    (3, READING, "bounds case compare extracalls flow leaves matches orders pairs parts picks provenance samples settings sinks"),
+    (
+        3,
+        READING,
+        "bounds case compare extracalls flow leaves matches orders pairs parts picks provenance samples settings sinks",
+    ),
     (4, READING, "causes findings foreign origins receivers sizes"),
     (5, READING, "diagnose"),
     (6, READING, "render testing"),
