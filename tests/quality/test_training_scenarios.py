@@ -169,6 +169,22 @@ def test_parts_whose_gradients_add_up_differ_by_rounding(tmp_path: Path, swapped
     assert "the gradients agree to" in found.first.cause.summary
 
 
+def test_parts_in_bfloat16_are_held_against_its_rounding(tmp_path: Path):
+    """The gradients are float32 and computed in bfloat16."""
+    pair = accumulated()
+
+    def narrowly(body: Callable[[], object]) -> Callable[[], object]:
+        def run() -> None:
+            with torch.autocast("cpu", torch.bfloat16):
+                body()
+
+        return run
+
+    found = compared(Pair(narrowly(pair.left), narrowly(pair.right), pair.models), tmp_path)
+
+    assert found.verdict == "rounding"
+
+
 @pytest.mark.parametrize("swapped", [False, True])
 @pytest.mark.parametrize("parts", [2, 4])
 def test_a_loss_that_is_not_divided_is_told_by_its_factor(

@@ -14,7 +14,10 @@ from typing import Final
 
 import numpy as np
 
-from opdrift.bounds import grown
+from opdrift.bounds import grown, precision_of
+from opdrift.bounds.precision import ROUNDOFF
+from opdrift.bounds.products import PRODUCT_OPS
+from opdrift.bounds.view import base_name
 from opdrift.case import Case, Side
 from opdrift.causes.evidence import cause, counted
 from opdrift.compare import Difference, dtype_epsilon, number
@@ -220,8 +223,18 @@ def _factor(prints: Sequence[tuple[Fingerprint, Fingerprint]]) -> float | None:
 
 
 def _limit(case: Case, read: _Gradients) -> float:
-    """What rounding explains of a gradient: twice the depth of the model, in the coarsest type of the gradients."""
+    """What rounding explains of a gradient: twice the depth of the model, in the coarsest arithmetic of its products."""
     unit = max(dtype_epsilon(case.left.trace.meta(left).dtype) / 2 for _, left, _ in read.rows)
+    for side in (case.left, case.right):
+        signatures = side.trace.ops.signature
+        _, first = np.unique(signatures, return_index=True)  # one op of each kind is enough
+        for op in first.tolist():
+            if base_name(side.name(op)) not in PRODUCT_OPS:
+                continue
+            view = side.views[op]
+            narrow = precision_of(view, view.mutated)
+            dtype = view.output_metas[view.mutated].dtype
+            unit = max(unit, dtype_epsilon(dtype) / 2 if narrow == "ieee" else ROUNDOFF[narrow])
     return grown(unit, _TWICE * len(read.rows))
 
 
