@@ -95,6 +95,11 @@ def test_a_mask_that_hides_in_one_run_only_is_named_at_the_op_that_hides(
             "dtype",
         ),
         (
+            lambda x, hidden: x.masked_fill(hidden, float("-inf")).softmax(-1),
+            lambda x, hidden: (x.masked_fill(hidden, float("-inf")) * 1.5).softmax(-1),
+            "structure",
+        ),
+        (
             lambda x, hidden: (x + added(hidden)).softmax(-1),
             lambda x, hidden: (x * 1.5 + added(hidden)).softmax(-1),
             "structure",
@@ -105,6 +110,7 @@ def test_a_mask_that_hides_in_one_run_only_is_named_at_the_op_that_hides(
         "no mask is added",
         "nothing is hidden in place",
         "scores are cast before the mask",
+        "masked scores are scaled",
         "scores are scaled before a mask is added",
     ],
 )

@@ -39,7 +39,7 @@ def reads_as_mask(side: Side, value: int) -> bool:
     """
     contents, trace = side.contents, side.trace
     front, seen = {int(contents.states.of[value])}, set[int]()
-    hides = _hides(side, value)
+    hides, reaches = _hides(side, value), False
     for _ in range(_HOPS):
         seen |= front
         ops, slots = _readers(side, front)
@@ -54,8 +54,9 @@ def reads_as_mask(side: Side, value: int) -> bool:
             others = np.delete(trace.ops.inputs[op], slot).tolist()
             if name in _ADDED and not hides and any(_hides(side, v) for v in others):
                 continue  # scores, to which a mask is added
-            if name in _SOFTMAX and hides:
-                return True
+            if name in _SOFTMAX and hides and reaches:
+                return True  # not so what goes there by itself: scores that are masked already
+            reaches |= name in _ADDED or (name == "where" and slot == 0)
             if name in AROUND_MASKS or name in MASKING_OPS or contents.tokens.view[op]:
                 outputs = trace.ops.outputs[op].tolist()
                 hides = hides or any(_hides(side, v) for v in outputs)
