@@ -152,4 +152,4 @@ def test_two_runs_come_apart_where_the_overwritten_result_is_read(tmp_path: Path
         "aten.exp.default",
         "race",
     )
-    assert "what aten.sin.default (op 1) wrote" in first.cause.summary
+    assert "the output of op 1 (aten.sin.default)" in first.cause.summary

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -76,7 +77,7 @@ def find(case: Case, live: Sides[bytearray | None]) -> tuple[list[Origin], list[
             )
         if uses == (None, None):
             unused += [(leaf.left, leaf.right) for leaf in leaves]
-        elif _renamed(case, *uses):
+        elif _renamed(case, leaves, *uses):
             continue
         elif (loaded := _loaded_in_one_run(case, leaves, uses, live)) is not None:
             found.append(loaded)
@@ -149,23 +150,37 @@ def _same_use(
     return uses
 
 
-def _renamed(case: Case, left: Use | None, right: Use | None) -> bool:
+def _renamed(case: Case, leaves: list[Sides[Leaf]], left: Use | None, right: Use | None) -> bool:
     """Whether the ops that read two leaves of one name read the same as their counterparts do.
 
     Then the runs call the same contents by other names, such as layers that are counted from elsewhere. An
-    op that only one run has says nothing, as long as the other run's is such an op.
+    op that only one run has says nothing, as long as the other run's is such an op, and so does one that reads
+    another part of the same storage, as of a flat parameter that holds many.
     """
     slots, rows = case.compared.inputs, (case.compared.row_of_left, case.compared.row_of_right)
     alike = 0
-    for use, row_of, values in ((left, rows[0], slots.left), (right, rows[1], slots.right)):
+    for number, (use, row_of, values) in enumerate(
+        ((left, rows[0], slots.left), (right, rows[1], slots.right))
+    ):
         row = int(row_of[use.op]) if use is not None else -1
         if use is None or row < 0:
             continue
+        side, own = (
+            (case.left, case.right)[number],
+            [(m.left, m.right)[number].value for m in leaves],
+        )
+        if _part(side, use.value) not in {_part(side, value) for value in own}:
+            return False
         read = np.flatnonzero((slots.pair == row) & (values == use.value))
         if not len(read) or (slots.status[read] != EQUAL).any():
             return False
         alike += 1
     return alike > 0
+
+
+def _part(side: Side, value: int) -> tuple[int, int]:
+    """Which part of its storage a value is: where it begins and how many elements it has."""
+    return int(side.trace.values.offset[value]), math.prod(side.trace.meta(value).shape)
 
 
 def _starts(side: Side, leaf: Leaf) -> bool:
