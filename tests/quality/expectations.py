@@ -163,8 +163,10 @@ class Sound:
             if _key(self.trace, a) != _key(planted, b)
         } or set(storage[ops.inputs[op]].tolist())
         for later in range(op, len(ops)):
-            if later not in self._live or not touched.intersection(
-                storage[ops.inputs[later]].tolist()
+            if (
+                later not in self._live
+                or self.is_view(later)
+                or not touched.intersection(storage[ops.inputs[later]].tolist())
             ):
                 continue
             pairs = zip(
