@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from sdpa_grid import Call, Point, points, switches
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import opdrift
 from opdrift.picks import Picks
@@ -400,3 +402,23 @@ def test_a_switch_is_named() -> None:
 
 def test_equal_picks_have_no_decisive_argument() -> None:
     assert decisive(called(), called(causal=True)) == []
+
+
+def test_a_switch_that_a_failed_call_saw_is_seen_to_be_back(tmp_path: Path) -> None:
+    """A call that raises before it attends shows a switch at its new line; the next one, at a known line, runs without."""
+    q = torch.randn(5, 8)
+
+    def attend() -> None:
+        torch.nn.functional.scaled_dot_product_attention(q, q, q)
+
+    with opdrift.record(tmp_path / "trace"), torch.no_grad():
+        attend()
+        with sdpa_kernel(SDPBackend.MATH), contextlib.suppress(RuntimeError):
+            torch.ones(2) @ torch.ones(3)
+        attend()
+
+    trace = opdrift.load(tmp_path / "trace")
+    picks = Picks(trace).among(range(len(trace.ops)))
+    refused = [dict(p.refused) for p in picks.values() if p.backend == "MATH"]
+    assert len(refused) == 2
+    assert refused[0] == refused[1]

@@ -346,6 +346,10 @@ class RecordingMode(TorchDispatchMode):
             self._sources.on_new_line()
         return operands_require_grad(args, kwargs)
 
+    def note_switches(self) -> None:
+        """The trace has been told how the switches of attention stand now."""
+        self._switches = switches()
+
     def _random_state(
         self, t: ThreadBuffers, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> int:

@@ -501,6 +501,7 @@ class Recorder:
         changed = self._flags.changed(in_op=in_op)
         if changed:
             self._spool.mark(t, "flags", {name: list(pair) for name, pair in changed.items()})
+            self._mode.note_switches()
 
     def _name_rest(self) -> None:
         t = self._spool.thread()
