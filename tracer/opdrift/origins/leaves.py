@@ -165,11 +165,10 @@ def _renamed(case: Case, leaves: list[Sides[Leaf]], left: Use | None, right: Use
         row = int(row_of[use.op]) if use is not None else -1
         if use is None or row < 0:
             continue
-        side, own = (
-            (case.left, case.right)[number],
-            [(m.left, m.right)[number].value for m in leaves],
-        )
-        if _part(side, use.value) not in {_part(side, value) for value in own}:
+        side = (case.left, case.right)[number]
+        own = {_part(side, (m.left, m.right)[number].value) for m in leaves}
+        # an input of one call may be a part of that of another, and stands for it
+        if leaves[0].left.kind != "input" and _part(side, use.value) not in own:
             return False
         read = np.flatnonzero((slots.pair == row) & (values == use.value))
         if not len(read) or (slots.status[read] != EQUAL).any():
