@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import opdrift
 
@@ -183,3 +184,49 @@ def test_codes_of_other_weights_are_not_quantisation(tmp_path: Path) -> None:
     assert first is not None
     assert first.name == "q"
     assert first.cause.slug != "quantisation"
+
+
+class Spoilt(TorchDispatchMode):
+    """Makes the fused layer's result a tenth larger; entered around the recorder, which sees what comes out."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if "_transformer_encoder_layer_fwd" in str(func):
+            with torch._C._DisableTorchDispatch():
+                out.mul_(1.1)
+        return out
+
+
+def test_a_fault_on_a_fused_path_is_the_kernel_at_most_likely(tmp_path: Path) -> None:
+    """The runs take two ways, and that alone is no more than rounding: something else may be wrong on one of them."""
+    torch.manual_seed(0)
+    layer, x = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval(), torch.randn(2, 5, 16)
+    with Spoilt(), opdrift.record(tmp_path / "left", model=layer), torch.no_grad():
+        layer(x)
+    with opdrift.record(tmp_path / "right", model=layer):
+        layer(x)
+
+    found = opdrift.diff(tmp_path / "left", tmp_path / "right").first
+
+    assert found is not None
+    assert found.material
+    assert (found.cause.slug, found.cause.confidence) == ("kernel", "likely")
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_padding_that_a_fused_path_leaves_out_is_the_kernel_for_certain(tmp_path: Path) -> None:
+    """Packed into a nested tensor, padded positions come back as zeros."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    model, x = nn.TransformerEncoder(layer, 2).eval(), torch.randn(2, 5, 16)
+    padding = torch.zeros(2, 5, dtype=torch.bool)
+    padding[1, 3:] = True
+    with opdrift.record(tmp_path / "left", model=model), torch.no_grad():
+        model(x, src_key_padding_mask=padding)
+    with opdrift.record(tmp_path / "right", model=model):
+        model(x, src_key_padding_mask=padding)
+
+    found = opdrift.diff(tmp_path / "left", tmp_path / "right").first
+
+    assert found is not None
+    assert (found.cause.slug, found.cause.confidence) == ("kernel", "certain")

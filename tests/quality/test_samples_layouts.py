@@ -194,6 +194,8 @@ def test_room_that_samples_share_is_no_matter_of_shapes(tmp_path: Path, room: in
     assert all(cause.slug != "structure" for cause in found.causes)
     if room is not None:
         assert (found.verdict, found.causes[0].slug) == ("diverged", "batch-mixing")
+    else:  # the experts' products round otherwise for other numbers of rows, where no sample is followed
+        assert found.verdict in ("identical", "rounding")
 
 
 # ---- shapes and constants that do differ ----------------------------------------------------------------------

@@ -121,11 +121,6 @@ class Compared:
         return found
 
     @cached_property
-    def inputs_differ(self) -> Flags:
-        """Pairs with an input that differs, or is unknown and made by a tainted pair."""
-        return self._inputs_differ(self.tainted)
-
-    @cached_property
     def inputs_known(self) -> Flags:
         """Pairs all of whose inputs are known on both sides."""
         return ~self._any(self.inputs, UNKNOWN)

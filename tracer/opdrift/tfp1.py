@@ -97,16 +97,6 @@ def mix32(x: int) -> int:
     return x ^ (x >> 16)
 
 
-def mulmod(a: int, b: int) -> int:
-    """`a * b mod P`."""
-    return a * b % P
-
-
-def powmod(base: int, exponent: int) -> int:
-    """`base ** exponent mod P`."""
-    return pow(base, exponent, P)
-
-
 def digits_per_component(component_bytes: int) -> int:
     """2 for components of 8 bytes, else 1."""
     return 2 if component_bytes == 8 else 1

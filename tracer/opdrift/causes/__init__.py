@@ -59,7 +59,7 @@ CAUSES: Final[dict[str, Callable[[Evidence], Cause | None]]] = {
     "mask-on-one-side": masking.mask_on_one_side,
     "mask-decided-otherwise": masking.decided_otherwise,
     "mask-leaf": masking.mask_leaf,
-    "mask": arguments.mask,
+    "mask": masking.mask,
     "position-ids": arguments.position_ids,
     "position-counted": positions.counted_otherwise,
     "mask-input": inputs.mask_input,

@@ -1,19 +1,13 @@
-"""The same op with other settings: masks, positions, epsilon, scale, dtype."""
+"""The same op with other settings: positions, caches, epsilon, scale, dtype."""
 
 from __future__ import annotations
 
 from typing import Final
 
-from opdrift.causes.evidence import SIDES, Evidence, cause, scope
+from opdrift.causes.evidence import SIDES, Evidence, cause, scope, setting
 from opdrift.causes.optimizers import COMPARE_OPTIMIZERS, scope_of, updates_parameters
-from opdrift.causes.reading import (
-    AROUND_MASKS,
-    MASK_ARGUMENTS,
-    MASKING_OPS,
-    is_kept,
-    reads_as_mask,
-)
-from opdrift.records import ArgumentDifference, Cause
+from opdrift.causes.reading import is_kept
+from opdrift.records import Cause
 from opdrift.tokens import base
 
 _POSITION_OPS: Final = frozenset(["embedding", "cos", "sin"])
@@ -31,10 +25,7 @@ def op_args(e: Evidence) -> Cause | None:
     if not settings or op is None:
         return None
     made = _made_here(e)
-    words = [
-        f"{s.name}: {s.left if s.left is not None else 'absent'} against {s.right if s.right is not None else 'absent'}"
-        for s in settings
-    ]
+    words = [setting(s) for s in settings]
     where = "to another place" if e.origin.story == "placed" else "with other arguments"
     found = e.any_op
     assert found is not None
@@ -55,37 +46,6 @@ def op_args(e: Evidence) -> Cause | None:
         COMPARE_OPTIMIZERS
         if updates
         else f"Make {settings[0].name} the same in both configurations; look where the module is built, and at defaults that changed between versions.",
-    )
-
-
-def mask(e: Evidence) -> Cause | None:
-    """What attention may see differs: a mask is there or not, causal or not, or built otherwise."""
-    settings = [s for s in e.origin.settings if s.name in MASK_ARGUMENTS]
-    ops = [
-        (name, side, i) for number, (name, side, _) in enumerate(e.sides) for i in e.ops_of(number)
-    ]
-    masking = [(name, side, i) for name, side, i in ops if base(side.name(i)) in MASKING_OPS]
-    built = e.origin.story == "factory" and bool(masking or _reads_mask(e))
-    # tril and triu make masks: with another diagonal they make another one
-    built = built or (e.origin.story == "op" and bool(e.origin.settings) and _makes_mask(e))
-    only_one = e.origin.story == "region" and _hides_in_one_run(e)
-    made = not (settings or built or only_one) and _makes_other_mask(e)
-    if not settings and not built and not only_one and not made:
-        return None
-    op = e.op()
-    where = scope(op.call.path) if op else "the model"
-    evidence = [_setting(s) for s in settings or e.origin.settings]
-    evidence += [f"{name}: {side.place(i)}" for name, side, i in (ops if made else masking)[:4]]
-    evidence += [f"{name}: {side.place(i)}" for name, side, i in e.sides if i is not None]
-    if made:
-        evidence.append("attention reads what comes of it as its mask")
-    return cause(
-        "mask",
-        "certain" if settings else "likely",
-        f"what attention may see differs in {where}",
-        dict.fromkeys(evidence),
-        "Hand the same mask to the attention in both runs: print the mask where the module receives it, and follow it"
-        " from the caller; check is_causal and the meaning of True.",
     )
 
 
@@ -116,7 +76,7 @@ def position_ids(e: Evidence) -> Cause | None:
         "likely",
         f"{e.case.left.name(reader)} in {scope(e.case.left.module(reader))} reads other positions",
         [
-            *(_setting(s) for s in e.origin.settings),
+            *(setting(s) for s in e.origin.settings),
             *(f"{name}: {side.place(i)}" for name, side, i in counting[:3]),
         ],
         "Compute positions from the attention mask in both runs (cumsum(mask) - 1), and continue them with a cache.",
@@ -131,7 +91,7 @@ def kv_cache(e: Evidence) -> Cause | None:
     if e.origin.story != "placed" or found is None:
         return None
     reader = e.consumer()
-    evidence = [_setting(s) for s in e.origin.settings]
+    evidence = [setting(s) for s in e.origin.settings]
     evidence += [
         f"{name}: {side.place(i)} writes into a part of a larger tensor"
         for name, side, i in e.sides
@@ -176,9 +136,9 @@ def _cropped_cache(e: Evidence) -> Cause | None:
         "kv-cache",
         "likely",
         f"{left.name(reader.left)} in {scope(left.module(reader.left))} reads another part of what earlier steps left:"
-        f" {', '.join(map(_setting, e.origin.settings))}",
+        f" {', '.join(map(setting, e.origin.settings))}",
         [
-            *map(_setting, e.origin.settings),
+            *map(setting, e.origin.settings),
             *(
                 f"{name}: {side.place(op)} takes it"
                 for name, (side, op, _) in zip(SIDES, pairs, strict=True)
@@ -194,53 +154,8 @@ def _cropped_cache(e: Evidence) -> Cause | None:
     )
 
 
-def _setting(s: ArgumentDifference) -> str:
-    return f"{s.name}: {s.left if s.left is not None else 'absent'} against {s.right if s.right is not None else 'absent'}"
-
-
 def _made_here(e: Evidence) -> str | None:
     """The constant or view whose arguments differ, where they are not the op's own."""
     if e.origin.story != "factory" or not e.origin.region.left:
         return None
     return e.case.left.name(e.origin.region.left[0])
-
-
-def _hides_in_one_run(e: Evidence) -> bool:
-    """Whether all that stands in this place in one run only is a mask being made or used."""
-    regions = e.origin.region.left, e.origin.region.right
-    ops = [(n, side.name(i)) for n, (_, side, _) in enumerate(e.sides) for i in regions[n]]
-    hiding = {n for n, name in ops if base(name) in MASKING_OPS}
-    return len(hiding) == 1 and all(_is_mask_op(name) for _, name in ops)
-
-
-def _makes_mask(e: Evidence) -> bool:
-    """Whether the op of the origin makes a mask: tril or triu of truth values, or of one constant."""
-    found = e.any_op
-    if found is None or base(found[1].name(found[2])).rstrip("_") not in ("tril", "triu"):
-        return False
-    print_ = found[1].nearest_fingerprint(int(found[1].trace.ops.inputs[found[2]][0]))
-    return print_ is not None and (print_.min == print_.max or print_.nonfinite == print_.n)
-
-
-def _makes_other_mask(e: Evidence) -> bool:
-    """Whether the runs made a value in different ways that attention reads as its mask."""
-    values = (e.origin.values.left, e.origin.values.right)
-    return e.origin.story == "region" and any(
-        value is not None and reads_as_mask(side, value)
-        for value, (_, side, _) in zip(values, e.sides, strict=True)
-    )
-
-
-def _reads_mask(e: Evidence) -> bool:
-    """Whether the differing value is read as a mask."""
-    row, slot = e.origin.row, e.origin.slot
-    if row < 0 or slot is None:
-        return False
-    side = e.case.left
-    op = int(e.case.pairing.left[row])
-    names = side.contents.tokens.table[int(side.trace.ops.signature[op])].slots
-    return slot < len(names) and names[slot].partition("[")[0] in MASK_ARGUMENTS
-
-
-def _is_mask_op(name: str) -> bool:
-    return base(name) in MASKING_OPS or base(name) in AROUND_MASKS

@@ -7,7 +7,7 @@ from typing import Final
 
 from opdrift import tfp1
 from opdrift.case import Side
-from opdrift.causes.evidence import Evidence, cause, scope
+from opdrift.causes.evidence import Evidence, cause, scope, setting
 from opdrift.causes.reading import reads_as_mask
 from opdrift.causes.spans import attends, combines
 from opdrift.origins.kinds import TRAINING, draws, mixes
@@ -103,7 +103,7 @@ def _mask_made(e: Evidence) -> Cause | None:
         f"the mask that {side.name(op)} in {scope(side.module(op))} makes hides other positions of the sample",
         [
             *(f"{label}: {s.place(i)}" for label, s, i in e.sides if i is not None),
-            *map(_setting, _raw_settings(e)),
+            *map(setting, _raw_settings(e)),
             "attention reads what comes of it as its mask",
             *_pad_sides(e),
         ],
@@ -159,7 +159,7 @@ def padding(e: Evidence) -> Cause | None:
             "padding",
             "certain",
             f"{where} takes a position that is padding for the sample",
-            [*map(_setting, _raw_settings(e)), *(p.words for p in operands[:2]), *places],
+            [*map(setting, _raw_settings(e)), *(p.words for p in operands[:2]), *places],
             _other_position(operands),
         )
     if (counts := _padded_counts(e)) is not None:
@@ -167,7 +167,7 @@ def padding(e: Evidence) -> Cause | None:
             "padding",
             "likely",
             f"{where} uses the padded length, which is not the sample's",
-            [_setting(counts), *places, *_lengths(e)],
+            [setting(counts), *places, *_lengths(e)],
             "Divide by the number of valid positions of each sample (mask.sum(1)), not by the size of the padded dim.",
         )
     along = _along(e, operands)
@@ -222,7 +222,7 @@ def batch_mixing(e: Evidence) -> Cause | None:
         "batch-mixing",
         "likely",
         f"{where} uses the size of the batch",
-        [_setting(counts), *sizes, *places],
+        [setting(counts), *sizes, *places],
         "Use a number that does not depend on how many samples are computed together.",
     )
 
@@ -456,10 +456,6 @@ def _lengths(e: Evidence) -> list[str]:
         if extents is not None:
             found.append(f"{name}: the inputs are padded to {extents.size}")
     return found
-
-
-def _setting(s: ArgumentDifference) -> str:
-    return f"{s.name}: {s.left if s.left is not None else 'absent'} against {s.right if s.right is not None else 'absent'}"
 
 
 def _mixed_dim(side: Side, op: int) -> str:

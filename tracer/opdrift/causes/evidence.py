@@ -16,6 +16,7 @@ from opdrift.origins.model import Origin
 from opdrift.origins.search import random_draws
 from opdrift.records import (
     COMPILED,
+    ArgumentDifference,
     Call,
     Cause,
     Confidence,
@@ -177,6 +178,11 @@ def _once(evidence: list[str]) -> tuple[str, ...]:
         fact = each.removeprefix(left)
         found.append(f"both: {fact}" if each.startswith(left) and fact in both else each)
     return tuple(found)
+
+
+def setting(s: ArgumentDifference) -> str:
+    """An argument that differs, in words: `eps: 1e-05 against 1e-06`."""
+    return f"{s.name}: {s.left if s.left is not None else 'absent'} against {s.right if s.right is not None else 'absent'}"
 
 
 def some(names: Sequence[str], limit: int = 4) -> str:

@@ -97,9 +97,13 @@ def rounding(e: Evidence) -> Cause | None:
         evidence.append(
             "the op cancels so much that its result cannot be judged by size: look at the next op"
         )
-    certain = e.size.same_kernel or (
-        e.size.bound is not None and e.size.bound.tight == e.size.bound.loose
-    )
+    bound = e.size.bound
+    exact = bound is not None and bound.exact  # then what it reads was rounded, out of sight
+    certain = e.size.same_kernel or (bound is not None and bound.tight == bound.loose and not exact)
+    if exact:
+        evidence.append(
+            "it only moves numbers: they were computed where the sample could not be followed, and rounded there"
+        )
     why = f": {ran.sentence}" if ran is not None else ""
     if compiled is not None:
         why = f": the {compiled} run is compiled, the other is eager"
@@ -195,11 +199,21 @@ def kernel(e: Evidence) -> Cause | None:
     which = ran.sentence if ran else f"the {fused[0][0]} run takes a fused path"
     return cause(
         "kernel",
-        "certain",
+        # left out padding is known to come out otherwise; else something else may be wrong on that way
+        "certain" if _leaves_padding_out(e) else "likely",
         f"{which}, in {where}; the result differs by more than rounding",
         evidence,
         f"{ran.pin if ran else PIN_FAST_PATH}; then compare again."
         + (PADDED if fused and "scaled_dot_product" not in fused[0][1].name(fused[0][2]) else ""),
+    )
+
+
+def _leaves_padding_out(e: Evidence) -> bool:
+    """Whether one run packs the valid positions, so that padded ones come out as zeros."""
+    return any(
+        "_nested_tensor_from_mask" in side.name(op)
+        for number, (_, side, _) in enumerate(e.sides)
+        for op in e.ops_of(number)
     )
 
 

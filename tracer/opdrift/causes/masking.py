@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from opdrift.case import Side
-from opdrift.causes.evidence import Evidence, cause, scope
-from opdrift.causes.reading import MASK_ARGUMENTS, reads_as_mask
+from opdrift.causes.evidence import Evidence, cause, scope, setting
+from opdrift.causes.reading import AROUND_MASKS, HIDES, MASK_ARGUMENTS, MASKING_OPS, reads_as_mask
 from opdrift.records import Cause, TensorArgument
 from opdrift.tokens import base
 
@@ -15,8 +15,6 @@ from opdrift.tokens import base
 _FILLING: Final = {"masked_fill": 1, "masked_fill_": 1, "_masked_softmax": 1, "where": 0}
 _ADDING: Final = frozenset(["add", "add_", "sub", "baddbmm"])
 _ATTENDING: Final = ("attention", "softmax", "encoder_layer_fwd")
-#: Float masks that are no infinity: torch.finfo(torch.float16).min and the like, -1e4, -1e9.
-_HIDDEN: Final = -1e3
 _REMEDY: Final = (
     "Hand the same mask to the attention in both runs: print the mask where the module receives it, and follow it"
     " from the caller; check is_causal and the meaning of True."
@@ -101,7 +99,7 @@ def hides_something(side: Side, mask: int) -> bool | None:
         return None
     if side.trace.meta(mask).dtype == "bool":
         return print_.min != print_.max
-    return print_.ninf > 0 or print_.min < _HIDDEN
+    return print_.ninf > 0 or print_.min < HIDES
 
 
 def is_low(side: Side, value: int) -> bool:
@@ -110,7 +108,7 @@ def is_low(side: Side, value: int) -> bool:
     return print_ is not None and (
         print_.max == 0
         and print_.zero + print_.ninf > 0
-        and (print_.ninf > 0 or print_.min < _HIDDEN)
+        and (print_.ninf > 0 or print_.min < HIDES)
     )
 
 
@@ -129,10 +127,81 @@ def _fills_low(side: Side, values: list[int]) -> bool:
     """Whether one of the two things that `where` chooses between is -inf, or very low, and nothing else."""
     prints = [side.nearest_fingerprint(v) for v in values]
     known = [p for p in prints if p is not None]
-    return any(p.ninf == p.n or (p.min == p.max and p.min < _HIDDEN) for p in known) or not known
+    return any(p.ninf == p.n or (p.min == p.max and p.min < HIDES) for p in known) or not known
 
 
 # ---- causes --------------------------------------------------------------------------------------------
+
+
+def mask(e: Evidence) -> Cause | None:
+    """What attention may see differs: a mask is there or not, causal or not, or built otherwise."""
+    settings = [s for s in e.origin.settings if s.name in MASK_ARGUMENTS]
+    ops = [
+        (name, side, i) for number, (name, side, _) in enumerate(e.sides) for i in e.ops_of(number)
+    ]
+    masking = [(name, side, i) for name, side, i in ops if base(side.name(i)) in MASKING_OPS]
+    built = e.origin.story == "factory" and bool(masking or _reads_mask(e))
+    # tril and triu make masks: with another diagonal they make another one
+    built = built or (e.origin.story == "op" and bool(e.origin.settings) and _makes_mask(e))
+    only_one = e.origin.story == "region" and _hides_in_one_run(e)
+    made = not (settings or built or only_one) and _makes_other_mask(e)
+    if not settings and not built and not only_one and not made:
+        return None
+    op = e.op()
+    where = scope(op.call.path) if op else "the model"
+    evidence = [setting(s) for s in settings or e.origin.settings]
+    evidence += [f"{name}: {side.place(i)}" for name, side, i in (ops if made else masking)[:4]]
+    evidence += [f"{name}: {side.place(i)}" for name, side, i in e.sides if i is not None]
+    if made:
+        evidence.append("attention reads what comes of it as its mask")
+    return cause(
+        "mask",
+        "certain" if settings else "likely",
+        f"what attention may see differs in {where}",
+        evidence,
+        _REMEDY,
+    )
+
+
+def _hides_in_one_run(e: Evidence) -> bool:
+    """Whether all that stands in this place in one run only is a mask being made or used."""
+    regions = e.origin.region.left, e.origin.region.right
+    ops = [(n, side.name(i)) for n, (_, side, _) in enumerate(e.sides) for i in regions[n]]
+    hiding = {n for n, name in ops if base(name) in MASKING_OPS}
+    return len(hiding) == 1 and all(_is_mask_op(name) for _, name in ops)
+
+
+def _makes_mask(e: Evidence) -> bool:
+    """Whether the op of the origin makes a mask: tril or triu of truth values, or of one constant."""
+    found = e.any_op
+    if found is None or base(found[1].name(found[2])).rstrip("_") not in ("tril", "triu"):
+        return False
+    print_ = found[1].nearest_fingerprint(int(found[1].trace.ops.inputs[found[2]][0]))
+    return print_ is not None and (print_.min == print_.max or print_.nonfinite == print_.n)
+
+
+def _makes_other_mask(e: Evidence) -> bool:
+    """Whether the runs made a value in different ways that attention reads as its mask."""
+    values = (e.origin.values.left, e.origin.values.right)
+    return e.origin.story == "region" and any(
+        value is not None and reads_as_mask(side, value)
+        for value, (_, side, _) in zip(values, e.sides, strict=True)
+    )
+
+
+def _reads_mask(e: Evidence) -> bool:
+    """Whether the differing value is read as a mask."""
+    row, slot = e.origin.row, e.origin.slot
+    if row < 0 or slot is None:
+        return False
+    side = e.case.left
+    op = int(e.case.pairing.left[row])
+    names = side.contents.tokens.table[int(side.trace.ops.signature[op])].slots
+    return slot < len(names) and names[slot].partition("[")[0] in MASK_ARGUMENTS
+
+
+def _is_mask_op(name: str) -> bool:
+    return base(name) in MASKING_OPS or base(name) in AROUND_MASKS
 
 
 def mask_on_one_side(e: Evidence) -> Cause | None:

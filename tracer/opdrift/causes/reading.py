@@ -25,8 +25,9 @@ AROUND_MASKS: Final = frozenset(
 _FILLED: Final = frozenset(["masked_fill", "masked_fill_"])
 _ADDED: Final = frozenset(["add", "add_"])
 _SOFTMAX: Final = frozenset(["_softmax", "_safe_softmax"])
-#: Added to scores, a number below this leaves nothing of a softmax: the smallest one used in public models is -1e4.
-_HIDES: Final = -1e3
+#: Added to scores, a number below this leaves nothing of a softmax. Masks that are no infinity hold -1e4, -1e9 or the
+#: smallest number of their type.
+HIDES: Final = -1e3
 #: Between the op that makes a mask and the attention that reads it.
 _HOPS: Final = 8
 _READERS: Final = 32
@@ -84,7 +85,7 @@ def _is_constant(side: Side, op: int) -> bool:
 
 def _hides(side: Side, value: int) -> bool:
     print_ = side.nearest_fingerprint(value)
-    return print_ is not None and bool(print_.ninf or print_.min <= _HIDES)
+    return print_ is not None and bool(print_.ninf or print_.min <= HIDES)
 
 
 def is_kept(side: Side, value: int, reader: int) -> bool:

@@ -7,6 +7,7 @@ looks at distances only; places in a buffer that all samples share; padding that
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -16,6 +17,7 @@ from opdrift.diagnose.reach import reach_of
 from opdrift.origins.effects import Effects, cancelled
 from opdrift.origins.model import Origin
 from opdrift.origins.search import Found
+from opdrift.sizes import Size
 
 #: What rounding may make of float32 at most on a short way, and what turning by an angle of a thousand loses.
 _ROUNDING: Final = 1e-5
@@ -84,6 +86,25 @@ def with_effect(
         if not kept and first is not None:
             return [judge(first)]
     return kept or judged
+
+
+def out_of_sight(case: Case, origin: Origin, size: Size) -> Size:
+    """The size of an origin; behind ops at which the sample could not be followed, rounding of all of them counts.
+
+    An op that only moves numbers is exact, but what it moves was computed where nothing is known of the sample.
+    """
+    gap, bound = size.difference, size.bound
+    if not case.by_sample or origin.inputs_match is not None or bound is None or not bound.exact:
+        return size
+    if origin.story != "op" or origin.settings or gap is None or gap.relative is None:
+        return size
+    value = origin.values.left
+    if value is None or case.left.trace.meta(value).dtype.startswith(_WHOLE_NUMBERS):
+        return size
+    limit = rounding_at_results(case)
+    if gap.nonfinite_changed or gap.relative > limit:
+        return size
+    return replace(size, limit=limit, material=False)
 
 
 def rounding_at_results(case: Case) -> float:

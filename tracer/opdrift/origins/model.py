@@ -32,7 +32,6 @@ Story = Literal[
 ]
 
 NO_LEAF: Final[Sides[Leaf | None]] = Sides(None, None)
-NO_OP: Final[Sides[int | None]] = Sides(None, None)
 NO_OPS: Final[Sides[tuple[int, ...]]] = Sides((), ())
 
 

@@ -13,7 +13,6 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-SCHEMA_VERSION: Final = 1
 HEADER: Final = "header.json"
 FOOTER: Final = "footer.json"
 CHECKS: Final = "checks.jsonl"
