@@ -20,6 +20,7 @@ PROGRAM = """
     from torch.nn.parallel import DistributedDataParallel
     warnings.simplefilter("ignore")  # torch 2.13 renames collectives
     torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)  # memory that nothing wrote holds NaN
     rank = int(sys.argv[1])
     dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
 

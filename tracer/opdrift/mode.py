@@ -33,6 +33,7 @@ from opdrift.choices import (
 from opdrift.memory import InFlight, Use, under_way
 from opdrift.neutral import (
     DispatchKeys,
+    filled_parts,
     has_complex,
     hide_from_dynamo,
     is_synchronous,
@@ -544,7 +545,7 @@ class RecordingMode(TorchDispatchMode):
 
     def _written(self, t: ThreadBuffers, use: Use, outputs: list[int]) -> int:
         strided: list[Tensor] = []
-        for tensor in written_tensors(*use):
+        for tensor in filled_parts(*use):
             try:
                 tensor.untyped_storage()
                 tensor.stride()

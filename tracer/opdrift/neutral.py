@@ -133,6 +133,19 @@ def written_tensors(
     return found
 
 
+def filled_parts(plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """What an op fills of the tensors that it writes into: all of them, but for FSDP2's copy before a gather.
+
+    That one hands out the whole buffer and fills the slice of its own rank; the rest is unwritten until the gather
+    (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, `all_gather_copy_in_cpu`).
+    """
+    written = written_tensors(plan, args, kwargs)
+    if plan.fills_own_slice and not kwargs:
+        size, rank = args[3:5]
+        return [tensor.narrow(0, size * rank, size) for tensor in written]
+    return written
+
+
 def _collect(argument: Any, found: list[torch.Tensor]) -> None:
     if isinstance(argument, torch.Tensor):
         found.append(argument)

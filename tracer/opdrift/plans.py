@@ -132,6 +132,7 @@ class Plan:
         settled: What it returns is content, and there once it has returned.
         reads: It reads the content of its tensor arguments, but for those it `overwrites` or `scatters` into.
         overwrites: It writes into arguments without reading them.
+        fills_own_slice: It fills its own rank's slice of the buffer that it writes into.
         scatters: It writes a part of its first argument that another argument names, without reading it.
         bumps: Version counters of what it writes go up once the mode has returned.
         seeded: It may draw from a generator.
@@ -154,6 +155,7 @@ class Plan:
         "composite",
         "copies",
         "deferred",
+        "fills_own_slice",
         "fresh",
         "func",
         "id",
@@ -184,6 +186,7 @@ class Plan:
         self.collective = self.waits = self.lists_written = self.composite = self.scalar = False
         self.async_index: int | None = None
         self.repair = self.overwrites = self.scatters = self.bumps = self.deferred = False
+        self.fills_own_slice = False
         self.reads = self.settled = True
         # c10d ops are TorchBindOpOverload, a subclass: an exact type test would lose their write table
         if not isinstance(func, OpOverload):
@@ -206,6 +209,7 @@ class Plan:
         )
         # scatter_.reduce and its like combine with what is there
         self.scatters = base in SCATTERING and "reduce" not in schema.overload_name
+        self.fills_own_slice = schema.name == "fsdp::all_gather_copy_in"
         self.seeded = torch.Tag.nondeterministic_seeded in func.tags
         self.collective = space == "c10d"
         self.waits = self.collective and schema.name not in NEVER_WAIT
