@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[int, str, str], ...] = (
     (
         2,
         RECORDING,
-        "batches buffers choices environment fingerprint imports memory neutral plans randomness rereading scopes sources spool storages values",
+        "batches buffers choices environment fingerprint imports kernels memory neutral plans randomness rereading scopes sources spool storages values",
     ),
     (3, RECORDING, "mode naming options recorder"),
     (2, READING, "align components contents layouts tokens"),

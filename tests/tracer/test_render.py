@@ -580,6 +580,7 @@ def test_json_has_the_fields_of_the_contract():
             "EFFICIENT_ATTENTION": "the mask's last stride is 3, it must be 1",
         },
         "source": "inferred",
+        "observed": [],
     }
     assert document["causes"][1] == {
         "slug": "flags",

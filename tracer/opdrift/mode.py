@@ -62,6 +62,7 @@ if TYPE_CHECKING:
 
     from opdrift.batches.tracking import Batches
     from opdrift.buffers import ThreadBuffers
+    from opdrift.kernels import Watch
     from opdrift.sources import Sources
 
 #: Arguments that are their own identity.
@@ -140,6 +141,8 @@ class RecordingMode(TorchDispatchMode):
         self._keys: DispatchKeys | None = None
         #: whether anything is still written; False after a fork or when the disk failed
         self.recording = True
+        #: what looks on while an op runs
+        self.watches: tuple[Watch, ...] = ()
 
     def use_keys(self, keys: DispatchKeys | None) -> None:
         """The program's own dispatch keys, for ops that need them."""
@@ -264,7 +267,9 @@ class RecordingMode(TorchDispatchMode):
         repaired = None
         started = now()
         try:
-            if plan.repair or signature in self._complex:
+            if self.watches:
+                out = self._watched(seq, plan, args, kwargs or _NO_ARGUMENTS)
+            elif plan.repair or signature in self._complex:
                 out = run(plan, args, kwargs or _NO_ARGUMENTS, self._keys)
             elif kwargs:
                 out = plan.call(*args, **kwargs)
@@ -323,6 +328,18 @@ class RecordingMode(TorchDispatchMode):
         if self._batches is not None:
             self._follow(self._batches, t, plan, signature, args, kwargs or _NO_ARGUMENTS, out)
         return out
+
+    def _watched(
+        self, seq: int, plan: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Run an op while others look on."""
+        for watch in self.watches:
+            watch.begin(seq)
+        try:
+            return run(plan, args, kwargs, self._keys)
+        finally:
+            for watch in reversed(self.watches):
+                watch.end(seq)
 
     def _ask(
         self,

@@ -260,7 +260,12 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """Which implementation ran, and why not another."""
+    """Which implementation ran, and why not another.
+
+    Attributes:
+        name: The op, after ": " with the routine of a library, or the name of an attention.
+        observed: What libraries or the device said that they ran, in order; of `kernels="full"`.
+    """
 
     name: str
     library: str | None = None
@@ -268,6 +273,7 @@ class Pick:
     reason: str | None = None
     refused: Mapping[str, str] = field(default_factory=dict[str, str])
     source: PickSource = "inferred"
+    observed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,7 +135,7 @@ def _divergence(d: Divergence | None) -> dict[str, Any] | None:
 
 
 def pick_object(p: Pick | None) -> dict[str, Any] | None:
-    """{name, library, backend, reason, refused, source}; null where it is not known."""
+    """{name, library, backend, reason, refused, source, observed}; null where it is not known."""
     if p is None:
         return None
     return {
@@ -145,6 +145,7 @@ def pick_object(p: Pick | None) -> dict[str, Any] | None:
         "reason": p.reason,
         "refused": dict(p.refused),
         "source": p.source,
+        "observed": list(p.observed),
     }
 
 
