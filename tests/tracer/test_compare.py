@@ -16,7 +16,7 @@ from opdrift import tfp1
 from opdrift.compare import Difference, describe, difference, dtype_epsilon, is_cast
 from opdrift.records import Sides
 from opdrift.testing.contents import fingerprint_row, rounded
-from opdrift.tracefile.reader import Fingerprint, FingerprintColumns
+from opdrift.tracefile.fingerprints import Fingerprint, FingerprintColumns
 from opdrift.tracefile.schema import TABLES
 
 Array = npt.NDArray[np.generic]

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 
 from opdrift.compare import Difference, difference, is_cast  # noqa: E402
 from opdrift.fingerprint import load_engine  # noqa: E402
-from opdrift.tracefile.reader import Fingerprint, FingerprintColumns  # noqa: E402
+from opdrift.tracefile.fingerprints import Fingerprint, FingerprintColumns  # noqa: E402
 from opdrift.tracefile.schema import TABLES  # noqa: E402
 from opdrift.tracefile.writer import fingerprint_columns  # noqa: E402
 

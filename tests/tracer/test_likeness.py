@@ -9,7 +9,7 @@ import pytest
 
 from opdrift.causes.likeness import Likeness, likeness
 from opdrift.testing import Builder
-from opdrift.tracefile.reader import Fingerprint
+from opdrift.tracefile.fingerprints import Fingerprint
 
 Array = np.ndarray
 RNG = np.random.default_rng(5)

@@ -28,7 +28,7 @@ from opdrift.fingerprint.engine import load_engine
 from opdrift.fingerprint.torch_ops import TorchOps
 from opdrift.samples import OneSample, pair
 from opdrift.tracefile.axes import Position
-from opdrift.tracefile.reader import Fingerprint, FingerprintColumns
+from opdrift.tracefile.fingerprints import Fingerprint, FingerprintColumns
 from opdrift.tracefile.schema import RECORDED_SAMPLES, SKETCHED_SAMPLES, TABLES
 from opdrift.tracefile.writer import fingerprint_columns
 

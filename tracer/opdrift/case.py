@@ -15,7 +15,9 @@ from opdrift.provenance import Lineage
 from opdrift.records import ArgumentDifference, Call, Op, Pick, Sides
 from opdrift.samples import OneSample, SampleContents, SampleViews
 from opdrift.settings import argument_differences
-from opdrift.tracefile.reader import Fingerprint, Ints, Trace
+from opdrift.tracefile.columns import Ints
+from opdrift.tracefile.fingerprints import Fingerprint
+from opdrift.tracefile.reader import Trace
 
 
 class Side:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from opdrift import components, tfp1
 from opdrift.records import Sides
 from opdrift.tfp1 import SAMPLES, Code
-from opdrift.tracefile.reader import Fingerprint
+from opdrift.tracefile.fingerprints import Fingerprint
 
 How = Literal["exact", "sketch", "sample", "statistics", "unavailable"]
 Doubles = npt.NDArray[np.float64]

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from opdrift.tfp1 import SAMPLES, Code, fp8_smallest_normal, fp8_values
-from opdrift.tracefile.reader import Fingerprint
+from opdrift.tracefile.fingerprints import Fingerprint
 
 Doubles = npt.NDArray[np.float64]
 Bits = npt.NDArray[np.uint64]

@@ -16,7 +16,9 @@ import numpy.typing as npt
 from opdrift.layouts import Layouts
 from opdrift.records import TensorMeta
 from opdrift.tokens import WORKSPACES, OpTokens, Words, base, counted_inputs, mix, word
-from opdrift.tracefile.reader import Fingerprint, Ints, Trace
+from opdrift.tracefile.columns import Ints
+from opdrift.tracefile.fingerprints import Fingerprint
+from opdrift.tracefile.reader import Trace
 
 Flags = npt.NDArray[np.bool_]
 

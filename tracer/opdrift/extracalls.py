@@ -12,7 +12,7 @@ from opdrift.contents import Contents
 from opdrift.flow import made_from
 from opdrift.leaves import LeafTable
 from opdrift.pairs import Compared
-from opdrift.tracefile.reader import Ints
+from opdrift.tracefile.columns import Ints
 
 
 @dataclass(frozen=True, slots=True)

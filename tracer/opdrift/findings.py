@@ -10,7 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from opdrift.records import READ_UNINITIALISED, Cause, Finding, Leaf, Mark, TensorArgument
-from opdrift.tracefile.reader import Fingerprint, Ints, Trace
+from opdrift.tracefile.columns import Ints
+from opdrift.tracefile.fingerprints import Fingerprint
+from opdrift.tracefile.reader import Trace
 
 #: Marks of integrations that say whether a content arrived as it was sent.
 _TRANSFERS: Final = frozenset({"gather", "use", "move", "cast"})

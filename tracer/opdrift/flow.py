@@ -10,7 +10,7 @@ import numpy as np
 
 from opdrift.contents import Contents
 from opdrift.tokens import base
-from opdrift.tracefile.reader import Ints
+from opdrift.tracefile.columns import Ints
 
 #: Ops whose result leaves the tensors: a Python number that steers the program, or another rank.
 _STEERING: Final = frozenset(["_local_scalar_dense", "is_nonzero", "equal", "item"])

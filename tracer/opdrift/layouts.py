@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from opdrift.records import TensorMeta
 from opdrift.tokens import word
-from opdrift.tracefile.reader import Ints, Trace
+from opdrift.tracefile.columns import Ints
+from opdrift.tracefile.reader import Trace
 
 
 class Layouts:

@@ -13,7 +13,7 @@ from typing import Final
 from opdrift.contents import Contents
 from opdrift.records import TensorMeta
 from opdrift.tokens import base
-from opdrift.tracefile.reader import Fingerprint
+from opdrift.tracefile.fingerprints import Fingerprint
 
 #: (size, step) of loops, the outermost first: element k of the value is the sum of counter * step of its source.
 Order = tuple[tuple[int, int], ...]

@@ -17,7 +17,7 @@ from opdrift.align import Pairing
 from opdrift.contents import Contents, Flags
 from opdrift.flow import ancestry
 from opdrift.records import RAISED
-from opdrift.tracefile.reader import Ints, Ragged
+from opdrift.tracefile.columns import Ints, Ragged
 
 Statuses = npt.NDArray[np.int8]
 

@@ -13,7 +13,7 @@ from opdrift.case import Case
 from opdrift.pairs import Slots
 from opdrift.records import Amplifier, Sides
 from opdrift.sizes import measure
-from opdrift.tracefile.reader import Ints
+from opdrift.tracefile.columns import Ints
 
 #: Receivers whose sizes are looked at one by one; of more, an even choice.
 _LOOKED_AT: Final = 1_500

@@ -20,7 +20,9 @@ from opdrift.parts import Part, Shown
 from opdrift.records import TensorMeta
 from opdrift.tokens import Words, base, mix, word
 from opdrift.tracefile.axes import BATCH, Extents
-from opdrift.tracefile.reader import Fingerprint, FingerprintColumns, Ints, Trace
+from opdrift.tracefile.columns import Ints
+from opdrift.tracefile.fingerprints import Fingerprint, FingerprintColumns
+from opdrift.tracefile.reader import Trace
 from opdrift.tracefile.samples import Followed
 from opdrift.tracefile.schema import RECORDED_SAMPLES
 

@@ -17,7 +17,7 @@ from opdrift.matches import alike, by_content, by_maker, made
 from opdrift.pairs import DIFFERENT, EQUAL, Compared
 from opdrift.records import Leaf, LeafKind
 from opdrift.samples import SampleContents
-from opdrift.tracefile.reader import Ints
+from opdrift.tracefile.columns import Ints
 
 #: How many writes of a storage are passed over on the way back to one that both runs made.
 _LOOK_BACK: Final = 64

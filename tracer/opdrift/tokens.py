@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from opdrift.records import Argument, OpInfo, Signature, TensorArgument
-from opdrift.tracefile.reader import Ints, Trace
+from opdrift.tracefile.columns import Ints
+from opdrift.tracefile.reader import Trace
 
 Words = npt.NDArray[np.uint64]
 

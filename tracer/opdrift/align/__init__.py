@@ -11,7 +11,7 @@ from opdrift.align.ops import Pairs, across_scopes, within_scopes
 from opdrift.align.tree import CallTree
 from opdrift.contents import Contents
 from opdrift.tokens import mix
-from opdrift.tracefile.reader import Ints
+from opdrift.tracefile.columns import Ints
 
 __all__ = ["Maps", "Pairing", "align"]
 

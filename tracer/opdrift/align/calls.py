@@ -13,7 +13,8 @@ from opdrift.align.segments import Groups
 from opdrift.align.sequence import Level, increasing, refine
 from opdrift.align.tree import CallTree
 from opdrift.tokens import Words, mix
-from opdrift.tracefile.reader import Ints, Trace
+from opdrift.tracefile.columns import Ints
+from opdrift.tracefile.reader import Trace
 
 Maps = Sequence[tuple[str, str]]
 #: Paths of the other side must explain at least this part of the paths for a prefix to be assumed.

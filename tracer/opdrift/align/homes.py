@@ -6,7 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from opdrift.records import GRAD_ENABLED
-from opdrift.tracefile.reader import Ints, OpColumns, Trace
+from opdrift.tracefile.columns import Ints, OpColumns
+from opdrift.tracefile.reader import Trace
 
 Flags = npt.NDArray[np.bool_]
 

@@ -13,7 +13,7 @@ from opdrift.align.segments import Groups, spread
 from opdrift.align.sequence import Effort, Level, Refined, Window, increasing, refine
 from opdrift.contents import Contents
 from opdrift.tokens import Words, mix, word
-from opdrift.tracefile.reader import Ints
+from opdrift.tracefile.columns import Ints
 
 #: Index in `_by_name` from which on a pair must have something besides its name in common.
 _WEAK_IN_SCOPE: Final = 3

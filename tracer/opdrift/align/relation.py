@@ -12,7 +12,8 @@ from opdrift import tfp1
 from opdrift.align import Pairing
 from opdrift.contents import Contents
 from opdrift.tokens import Words
-from opdrift.tracefile.reader import Fingerprint, Trace
+from opdrift.tracefile.fingerprints import Fingerprint
+from opdrift.tracefile.reader import Trace
 
 #: Where fewer ops than this part of the longer run are paired, they are paired by chance.
 _PAIRED_SHARE: Final = 0.1

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from opdrift.tokens import Words, mix
-from opdrift.tracefile.reader import Ints
+from opdrift.tracefile.columns import Ints
 
 
 @dataclass(frozen=True, slots=True)

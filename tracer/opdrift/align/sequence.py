@@ -10,7 +10,7 @@ import numpy as np
 
 from opdrift.align.segments import spread
 from opdrift.tokens import Words, mix
-from opdrift.tracefile.reader import Ints
+from opdrift.tracefile.columns import Ints
 
 #: Windows of at most this many cells are searched for the longest common subsequence.
 SEARCHED_CELLS: Final = 250_000

@@ -13,7 +13,7 @@ from opdrift.align.homes import home_calls, recomputing
 from opdrift.align.segments import Groups, spread
 from opdrift.contents import Contents
 from opdrift.tokens import Words, mix, word
-from opdrift.tracefile.reader import Ints
+from opdrift.tracefile.columns import Ints
 
 _WEIGHTS: Final = frozenset({"parameter", "buffer"})
 

@@ -11,7 +11,8 @@ import numpy as np
 
 from opdrift.picks.settings import Settings
 from opdrift.records import Argument, TensorArgument, TensorMeta
-from opdrift.tracefile.reader import Fingerprint, Trace
+from opdrift.tracefile.fingerprints import Fingerprint
+from opdrift.tracefile.reader import Trace
 
 #: Stands for the norm of an all-zero tensor, so that ratios are large instead of undefined.
 TINY = 1e-300

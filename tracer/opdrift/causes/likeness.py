@@ -16,7 +16,7 @@ import numpy.typing as npt
 from opdrift import components
 from opdrift.compare import Difference, difference
 from opdrift.tfp1 import SAMPLES, Code
-from opdrift.tracefile.reader import Fingerprint
+from opdrift.tracefile.fingerprints import Fingerprint
 
 Kind = Literal[
     "rearranged",

@@ -13,7 +13,7 @@ from opdrift.causes.unseen import maker_of, output_words
 from opdrift.compare import describe, number
 from opdrift.records import READ_UNINITIALISED, Cause, Leaf
 from opdrift.sizes import measure
-from opdrift.tracefile.reader import Fingerprint
+from opdrift.tracefile.fingerprints import Fingerprint
 
 #: Two contents of fresh memory that are nearer than this were computed; garbage has nothing in common.
 _COMPUTED: Final = 0.1

@@ -16,7 +16,7 @@ from opdrift.causes.relations import Relations, common, moved_words
 from opdrift.compare import Difference, describe, difference, number
 from opdrift.provenance import Provenance
 from opdrift.records import Cause, Leaf, Sides
-from opdrift.tracefile.reader import Fingerprint
+from opdrift.tracefile.fingerprints import Fingerprint
 
 #: Leaves whose provenance and size are looked at one by one.
 _LOOKED_AT: Final = 2_000

@@ -15,7 +15,7 @@ from opdrift.causes.likeness import Kind, likeness
 from opdrift.compare import difference, number
 from opdrift.records import Cause, Leaf
 from opdrift.tokens import base
-from opdrift.tracefile.reader import Fingerprint
+from opdrift.tracefile.fingerprints import Fingerprint
 
 _QUANTISED_NAMES: Final = (
     "quant",

@@ -11,7 +11,7 @@ from opdrift.case import Case, Side
 from opdrift.causes.evidence import SIDES, counted, some
 from opdrift.causes.likeness import Kind, Likeness, likeness
 from opdrift.records import Leaf, Sides
-from opdrift.tracefile.reader import Fingerprint
+from opdrift.tracefile.fingerprints import Fingerprint
 
 Key = tuple[int, int, int]
 

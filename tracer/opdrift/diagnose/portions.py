@@ -25,7 +25,7 @@ from opdrift.origins.model import Origin
 from opdrift.origins.search import Found
 from opdrift.records import Cause, Sides
 from opdrift.sizes import Size, measure
-from opdrift.tracefile.reader import Fingerprint
+from opdrift.tracefile.fingerprints import Fingerprint
 
 #: One factor explains gradients that are so near to it, each of them: rounding leaves 1e-6 in float32, 1e-2 in bfloat16.
 _SAME_FACTOR: Final = 1e-3

@@ -13,7 +13,8 @@ from opdrift.diagnose.batches import uneven_inputs
 from opdrift.origins.search import Found, random_draws
 from opdrift.records import EnvironmentDifference, Header, Sides, TraceSummary, UnpairedGroup
 from opdrift.sinks import results_of_all
-from opdrift.tracefile.reader import Ints, Trace
+from opdrift.tracefile.columns import Ints
+from opdrift.tracefile.reader import Trace
 
 #: Groups of unpaired ops that are listed.
 _GROUPS = 200

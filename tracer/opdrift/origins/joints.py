@@ -16,7 +16,7 @@ from opdrift.origins.model import Origin
 from opdrift.origins.regions import Region, representative
 from opdrift.records import Sides
 from opdrift.sizes import measure, rounding_of
-from opdrift.tracefile.reader import Ints
+from opdrift.tracefile.columns import Ints
 
 
 @dataclass(frozen=True, slots=True)

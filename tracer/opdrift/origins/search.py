@@ -21,7 +21,7 @@ from opdrift.origins.regions import Region, representative
 from opdrift.origins.slots import SlotJudge
 from opdrift.records import ArgumentDifference, Leaf, Sides
 from opdrift.sinks import Sink, find_sinks, sample_sinks
-from opdrift.tracefile.reader import Ints
+from opdrift.tracefile.columns import Ints
 
 #: After this many origins the search stops: the programs have little in common.
 MANY: Final = 200

@@ -19,7 +19,7 @@ from opdrift.records import ArgumentDifference, Sides
 from opdrift.samples import SampleContents
 from opdrift.sizes import measure
 from opdrift.tokens import base
-from opdrift.tracefile.reader import Ints
+from opdrift.tracefile.columns import Ints
 
 _SIZES: Final = re.compile(r"\[?-?\d+(, -?\d+)*\]?")
 _DEEPEST: Final = 400

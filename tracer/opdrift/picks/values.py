@@ -7,7 +7,8 @@ from functools import cached_property
 import numpy as np
 
 from opdrift.records import Argument, TensorMeta
-from opdrift.tracefile.reader import Ints, Trace
+from opdrift.tracefile.columns import Ints
+from opdrift.tracefile.reader import Trace
 
 
 def base_name(name: str) -> str:

@@ -18,7 +18,8 @@ import numpy as np
 from opdrift.provenance.ops import COPIES, DRAWS, FILLS, QUANTISERS, REBINDING, operator, short_name
 from opdrift.provenance.placement import Place, Placement
 from opdrift.records import Mark, Op, OpInfo
-from opdrift.tracefile.reader import Ints, Trace
+from opdrift.tracefile.columns import Ints
+from opdrift.tracefile.reader import Trace
 
 Kind = Literal["drawn", "filled", "copied", "computed", "leaf", "uninitialised", "hidden"]
 

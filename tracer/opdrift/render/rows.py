@@ -14,7 +14,8 @@ from opdrift.contents import Contents
 from opdrift.pairs import UNKNOWN, Compared
 from opdrift.records import Diagnosis
 from opdrift.samples import SampleContents
-from opdrift.tracefile.reader import Ints, Trace
+from opdrift.tracefile.columns import Ints
+from opdrift.tracefile.reader import Trace
 
 Mark = Literal["=", "x", "~", "-", "+", "?"]
 

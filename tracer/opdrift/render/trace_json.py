@@ -30,7 +30,8 @@ from opdrift.records import (
 )
 from opdrift.render.json import finding_object, pick_object, safe
 from opdrift.render.kernels import group_object, kernel_groups
-from opdrift.tracefile.reader import FingerprintColumns, Trace
+from opdrift.tracefile.fingerprints import FingerprintColumns
+from opdrift.tracefile.reader import Trace
 
 #: Bit -> the word that reports use for it.
 FLAG_WORDS: Final = {

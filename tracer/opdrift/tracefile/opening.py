@@ -15,7 +15,8 @@ import pyarrow.ipc as ipc
 
 from opdrift.errors import DamagedTraceError, NotATraceError, TraceVersionError
 from opdrift.records import TRACE_SCHEMA, Footer, Header
-from opdrift.tracefile.reader import Trace, ints, ragged
+from opdrift.tracefile.columns import ints, ragged
+from opdrift.tracefile.reader import Trace
 from opdrift.tracefile.schema import CHECKS, FOOTER, HEADER, TABLES, checksum
 from opdrift.tracefile.stored import StoredRows, split
 

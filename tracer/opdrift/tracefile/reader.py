@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, cast, overload
+from typing import Any, cast, overload
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from opdrift.records import (
@@ -32,214 +31,10 @@ from opdrift.records import (
 )
 from opdrift.tfp1 import Code
 from opdrift.tracefile.axes import Extents
+from opdrift.tracefile.columns import Ints, call_columns, ints, op_columns, value_columns
+from opdrift.tracefile.fingerprints import Fingerprint, FingerprintColumns
 from opdrift.tracefile.samples import Followed, SampleTable
-from opdrift.tracefile.schema import (
-    BUCKET_NARROW_BYTES,
-    BUCKET_WIDE_BYTES,
-)
 from opdrift.tracefile.stored import StoredRows
-
-Ints = npt.NDArray[np.int64]
-_WIDTH = {0: 4, 1: 8, 2: 2, 3: 2, 4: 1, 5: 1, 6: 1, 7: 2, 8: 2, 9: 4, 10: 4, 11: 8, 12: 8, 13: 1}
-
-
-@dataclass(frozen=True, slots=True)
-class Ragged:
-    """Lists of ids, one a row, as one array and its offsets."""
-
-    offsets: Ints
-    values: Ints
-
-    def __getitem__(self, row: int) -> Ints:
-        return self.values[self.offsets[row] : self.offsets[row + 1]]
-
-    def rows(self) -> Ints:
-        """The row that each element of `values` belongs to."""
-        return np.repeat(np.arange(len(self.offsets) - 1, dtype=np.int64), np.diff(self.offsets))
-
-
-@dataclass(frozen=True, slots=True)
-class OpColumns:
-    """The ops of a trace, sorted by seq; position `i` is the op's index everywhere in the reading half."""
-
-    seq: Ints
-    start: Ints
-    duration: Ints
-    node: Ints
-    rng: npt.NDArray[np.uint64]
-    signature: Ints
-    call: Ints
-    source: Ints
-    thread: Ints
-    phase: Ints
-    flags: Ints
-    mutated: Ints
-    inputs: Ragged
-    outputs: Ragged
-
-    def __len__(self) -> int:
-        return len(self.seq)
-
-
-@dataclass(frozen=True, slots=True)
-class CallColumns:
-    """Module calls, indexed by call id (row 0 is the program outside every module); `path` is a name's id."""
-
-    parent: Ints
-    path: Ints
-    number: Ints
-    source: Ints
-    training: Ints
-    thread: Ints
-
-    def __len__(self) -> int:
-        return len(self.parent)
-
-
-@dataclass(frozen=True, slots=True)
-class ValueColumns:
-    """Values, indexed by value id (row 0 stands for "none").
-
-    `fingerprint` is the row in the fingerprint columns, -1 where the content was not fingerprinted.
-    """
-
-    storage: Ints
-    offset: Ints
-    write: Ints
-    meta: Ints
-    fingerprint: Ints
-
-
-@dataclass(frozen=True, slots=True)
-class Fingerprint:
-    """The tfp1 record of one value (notes/fingerprint section 7).
-
-    `sketch` has `tfp1.stored_buckets` buckets; None for at most 32 components,
-    whose `sample` (component bits, zero-extended) is the whole content. `fp8` is the dtype of code 4, which
-    stands for several formats; empty for other codes, and where it is not known.
-    """
-
-    raw: int
-    n: int
-    code: int
-    min: float
-    max: float
-    absmax: float
-    sum: float
-    ssq: float
-    nan: int
-    pinf: int
-    ninf: int
-    zero: int
-    subnormal: int
-    sketch: npt.NDArray[np.float64] | None
-    sample: npt.NDArray[np.uint64]
-    fp8: str = ""
-
-    @property
-    def key(self) -> tuple[int, int, int]:
-        """Equal exactly for equal contents (up to 2**-61)."""
-        return (self.raw, self.n, self.code)
-
-    @property
-    def nonfinite(self) -> int:
-        """How many components are NaN or infinite."""
-        return self.nan + self.pinf + self.ninf
-
-
-class FingerprintColumns:
-    """All fingerprints of a trace; scalars as arrays, sketches and samples decoded on demand.
-
-    Args:
-        table: As in the schema; or without sketches and samples, with a column `stored` instead.
-        stored: Where the sketches and samples of such a table are.
-    """
-
-    def __init__(self, table: pa.Table, stored: StoredRows | None = None) -> None:
-        self.value: Ints = ints(table, "value")
-        self.raw = (
-            _column(table, "raw").to_numpy(zero_copy_only=False).astype(np.uint64, copy=False)
-        )
-        self.n: Ints = ints(table, "n")
-        self.code: Ints = ints(table, "code")
-        self._numbers = {
-            name: _column(table, name).to_numpy(zero_copy_only=False)
-            for name in (
-                "min",
-                "max",
-                "absmax",
-                "sum",
-                "ssq",
-                "nan",
-                "pinf",
-                "ninf",
-                "zero",
-                "subnormal",
-            )
-        }
-        self._stored = stored
-        if stored is None:
-            self._sketch = _column(table, "sketch")
-            self._sample = _column(table, "sample")
-        else:
-            self._row: Ints = ints(table, "stored")
-
-    def __len__(self) -> int:
-        return len(self.value)
-
-    def number(self, name: str) -> npt.NDArray[Any]:
-        """The column of a statistic: min, max, absmax, sum, ssq, nan, pinf, ninf, zero, subnormal."""
-        return cast("npt.NDArray[Any]", self._numbers[name])
-
-    def __getitem__(self, row: int) -> Fingerprint:
-        number = self._numbers
-        code = int(self.code[row])
-        sketch, sample = self._long(row)
-        return Fingerprint(
-            raw=int(self.raw[row]),
-            n=int(self.n[row]),
-            code=code,
-            min=float(number["min"][row]),
-            max=float(number["max"][row]),
-            absmax=float(number["absmax"][row]),
-            sum=float(number["sum"][row]),
-            ssq=float(number["ssq"][row]),
-            nan=int(number["nan"][row]),
-            pinf=int(number["pinf"][row]),
-            ninf=int(number["ninf"][row]),
-            zero=int(number["zero"][row]),
-            subnormal=int(number["subnormal"][row]),
-            sketch=decode_sketch(sketch),
-            sample=_decode_sample(sample, _WIDTH[code]),
-        )
-
-    def _long(self, row: int) -> tuple[bytes, ...]:
-        if self._stored is not None:
-            return self._stored[int(self._row[row])]
-        return self._sketch[row].as_py() or b"", self._sample[row].as_py() or b""
-
-
-def decode_sketch(data: bytes) -> npt.NDArray[np.float64] | None:
-    """The buckets of a stored sketch; None where none was stored."""
-    buckets = _BUCKETS_OF.get(len(data))
-    if buckets is None:
-        return None
-    if len(data) == buckets * BUCKET_NARROW_BYTES:
-        return np.frombuffer(data, "<f4").astype(np.float64)
-    cut = np.zeros((buckets, 8), np.uint8)
-    cut[:, 8 - BUCKET_WIDE_BYTES :] = np.frombuffer(data, np.uint8).reshape(buckets, -1)
-    return cut.view("<f8").reshape(buckets).astype(np.float64)
-
-
-#: Length of a stored sketch -> its buckets.
-_BUCKETS_OF: Final = {
-    **{n * BUCKET_WIDE_BYTES: n for n in (16, 32)},
-    **{n * BUCKET_NARROW_BYTES: n for n in (32, 64)},
-}
-
-
-def _decode_sample(data: bytes, width: int) -> npt.NDArray[np.uint64]:
-    return np.frombuffer(data, f"<u{width}").astype(np.uint64)
 
 
 class Trace:
@@ -264,10 +59,10 @@ class Trace:
         self.footer = footer
         self.incomplete = incomplete
         self._texts = _texts(tables["names"])
-        self.ops = _op_columns(tables["ops"])
+        self.ops = op_columns(tables["ops"])
         self.fingerprints = FingerprintColumns(tables["tensors"], stored)
-        self.values = _value_columns(tables["values"], self.fingerprints)
-        self.call_columns = _call_columns(tables["calls"])
+        self.values = value_columns(tables["values"], self.fingerprints.value)
+        self.call_columns = call_columns(tables["calls"])
         self._leaves = tables["leaves"]
         self._marks = tables["marks"]
         self._samples = tables["samples"]
@@ -539,93 +334,6 @@ class _Calls(Sequence[Call]):
 
 
 # ---- columns -----------------------------------------------------------------------------------------
-
-
-def _column(table: pa.Table, name: str) -> pa.Array:
-    column = table.column(name).combine_chunks()
-    return column.chunk(0) if isinstance(column, pa.ChunkedArray) else column
-
-
-def ints(table: pa.Table, name: str) -> Ints:
-    """A column of integers."""
-    return cast(
-        "Ints", _column(table, name).to_numpy(zero_copy_only=False).astype(np.int64, copy=False)
-    )
-
-
-def ragged(table: pa.Table, name: str, order: Ints) -> Ragged:
-    """A column of lists of ids, its rows in this order."""
-    column = _column(table, name)
-    offsets = column.offsets.to_numpy().astype(np.int64)
-    values = column.values.to_numpy(zero_copy_only=False).astype(np.int64, copy=False)
-    lengths = np.diff(offsets)
-    if len(order) and np.any(order[1:] < order[:-1]):
-        starts = np.repeat(offsets[:-1][order], lengths[order])
-        within = np.arange(len(starts)) - np.repeat(
-            np.cumsum(lengths[order]) - lengths[order], lengths[order]
-        )
-        values, lengths = values[starts + within], lengths[order]
-    else:
-        values = values[offsets[0] : offsets[-1]] if len(offsets) > 1 else values[:0]
-    return Ragged(np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]), values)
-
-
-def _op_columns(table: pa.Table) -> OpColumns:
-    order = np.argsort(ints(table, "seq"), kind="stable")
-    names = (
-        "seq",
-        "start",
-        "duration",
-        "node",
-        "signature",
-        "call",
-        "source",
-        "thread",
-        "phase",
-        "flags",
-        "mutated",
-    )
-    columns = {name: ints(table, name)[order] for name in names}
-    rng = _column(table, "rng").to_numpy(zero_copy_only=False).astype(np.uint64, copy=False)[order]
-    return OpColumns(
-        **columns,
-        rng=rng,
-        inputs=ragged(table, "inputs", order),
-        outputs=ragged(table, "outputs", order),
-    )
-
-
-def _call_columns(table: pa.Table) -> CallColumns:
-    ids = ints(table, "call")
-
-    def spread(name: str) -> Ints:
-        out = np.zeros(int(ids.max(initial=0)) + 1, np.int64)
-        out[ids] = ints(table, name)
-        return out
-
-    return CallColumns(
-        *(spread(n) for n in ("parent", "path", "number", "source", "training", "thread"))
-    )
-
-
-def _value_columns(table: pa.Table, fingerprints: FingerprintColumns) -> ValueColumns:
-    ids = ints(table, "value")
-    size = int(max(ids.max(initial=0), fingerprints.value.max(initial=0))) + 1
-
-    def spread(source: Ints) -> Ints:
-        out = np.zeros(size, np.int64)
-        out[ids] = source
-        return out
-
-    rows = np.full(size, -1, np.int64)
-    rows[fingerprints.value] = np.arange(len(fingerprints), dtype=np.int64)
-    return ValueColumns(
-        storage=spread(ints(table, "storage")),
-        offset=spread(ints(table, "offset")),
-        write=spread(ints(table, "write")),
-        meta=spread(ints(table, "meta")),
-        fingerprint=rows,
-    )
 
 
 def _texts(table: pa.Table) -> dict[tuple[str, int], str]:

@@ -7,10 +7,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
+import pyarrow as pa
 
 from opdrift.records import Batch, TensorMeta
 from opdrift.tfp1 import Code
@@ -27,13 +27,9 @@ from opdrift.tracefile.axes import (
     locate,
     step_of,
 )
+from opdrift.tracefile.columns import Ints, ValueColumns
+from opdrift.tracefile.fingerprints import Fingerprint, FingerprintColumns
 
-if TYPE_CHECKING:
-    import pyarrow as pa
-
-    from opdrift.tracefile.reader import Fingerprint, FingerprintColumns, ValueColumns
-
-Ints = npt.NDArray[np.int64]
 _BITS: Final = re.compile(r"\d+")
 
 
