@@ -949,6 +949,13 @@ def test_a_flag_that_does_not_steer_the_op_explains_nothing(flag: str):
     assert found.slug != "flags"
 
 
+def test_a_flag_that_one_trace_does_not_tell_of_explains_nothing():
+    """It was recorded by another opdrift, or with another torch: unknown, not another setting."""
+    flag = {"fp32_precision.mkldnn.matmul": "bf16"}
+
+    assert cause(run(product("")), run(product("*"), flags=flag)).slug != "flags"
+
+
 def test_versions_are_offered_as_a_further_cause():
     """Another torch, with nothing better to say about the op."""
 

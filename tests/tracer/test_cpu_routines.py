@@ -38,12 +38,18 @@ def agrees(chosen: Pick, primitives: set[str], routines: set[str]) -> bool:
     detail = chosen.name.partition(": ")[2]
     if chosen.library == "oneDNN":
         return bool(primitives)
+    if "lower precision" in detail:  # oneDNN multiplies the large ones
+        return "convolution" not in primitives
     if primitives:
         return False
     if chosen.library == "MKL":
         return routines == {detail}
-    if chosen.library == "NNPACK" or "products" in detail:  # what they call is not said
-        return True
+    if (
+        chosen.library == "NNPACK"
+        or detail.endswith("products and own cells")
+        or "unfolding" in detail
+    ):
+        return True  # what they call is not said
     named = re.search(r"[SD]GEMM", detail)
     return routines == ({named[0]} if named else set())
 

@@ -575,6 +575,19 @@ def test_the_environment_is_listed():
     assert found.verdict == "identical"
 
 
+def test_a_flag_that_only_one_header_has_is_unknown_and_no_difference():
+    """Another opdrift or torch reads other flags; how the generator of a device began is a fact all the same."""
+    found = diff(
+        trace(
+            "mm", flags={"num_threads": 1, "cpu.units": "avx2", "seed.cuda:0": "seed 3, offset 0"}
+        ),
+        trace("mm", flags={"num_threads": 1}),
+    )
+
+    assert [e.name for e in found.environment] == ["seed.cuda:0"]
+    assert found.verdict == "identical"
+
+
 def test_ops_without_counterpart_are_grouped():
     """By op and module, with their number and where the first is."""
     found = diff(trace("mm a{ sin sin } mm"), trace("mm mm"))

@@ -596,7 +596,79 @@ def test_flags_change_the_library() -> None:
     big = [(64, 64), (64, 64)]
     assert product("mm", "bfloat16", big, **{"mkldnn.enabled": False}) == "ATen own loop"
     assert product("mm", "bfloat16", big, cpu_capability="AVX2") is None
-    assert product("mm", "float32", big, **{"fp32_precision.mkldnn.matmul": "bf16"}) is None
+    lower = {"fp32_precision.mkldnn.matmul": "bf16"}
+    assert product("mm", "float32", big, **lower) == "oneDNN matmul"
+    assert product("mm", "float32", big, **lower, **{"cpu.onednn_bf16": False}) == "MKL SGEMM"
+    assert product("mm", "float32", [*big[:1], (64, 0)], **lower) is None
+    tf32 = {"fp32_precision.mkldnn.matmul": "tf32"}
+    assert product("mm", "float32", big, **tf32) is None
+    assert product("mm", "float32", big, **tf32, **{"cpu.units": "avx2 amx_bf16"}) == "MKL SGEMM"
+    assert product("mm", "float32", big, **tf32, **{"cpu.units": "amx_fp16"}) == "oneDNN matmul"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_types_of_16_bits_follow_what_onednn_has_units_for(dtype: str) -> None:
+    """A flag of the header says so; old traces lack it, and then AVX-512 tells of bfloat16 only."""
+    big = [(64, 64), (64, 64)]
+    name = {"bfloat16": "cpu.onednn_bf16", "float16": "cpu.onednn_fp16"}[dtype]
+
+    assert product("mm", dtype, big, cpu_capability="AVX2", **{name: True}) == "oneDNN matmul"
+    assert product("mm", dtype, big, **{name: False}) == "ATen own loop"
+    assert product("mm", dtype, big, cpu_capability="AVX2") is None
+    assert product("mm", dtype, big, **{name: "unreadable: RuntimeError"}) == (
+        "oneDNN matmul" if dtype == "bfloat16" else None
+    )
+
+
+def test_one_row_of_half_precision_is_torchs_own_dot_products() -> None:
+    """A decode step: `linear` of one token. Two rows, or a weight that lies in rows, go to oneDNN."""
+
+    def row(dtype: str, rows: int, units: str, *, turned: bool = True) -> str | None:
+        build = Builder(
+            flags={
+                "mkldnn.enabled": True,
+                "cpu.units": units,
+                "cpu.onednn_bf16": True,
+                "cpu.onednn_fp16": True,
+            },
+            versions={"mkl": "2024.2"},
+        )
+        x = build.leaf("x", shape=(rows, 800), dtype=dtype)
+        if turned:
+            w = build.op("t", build.leaf("w", shape=(40, 800), dtype=dtype))
+        else:
+            w = build.leaf("w", shape=(800, 40), dtype=dtype)
+        build.op("mm", x, w, shape=(rows, 40))
+        found = Picks(build.build()).of(int(turned))
+        return None if found is None else f"{found.library} {found.name.split(': ')[1]}"
+
+    assert row("float16", 1, "avx512_bf16") == "ATen own dot products"
+    assert row("float16", 2, "avx512_bf16") == "oneDNN matmul"
+    assert row("float16", 1, "avx512_bf16", turned=False) == "oneDNN matmul"
+    assert row("bfloat16", 1, "avx512_bf16") == "oneDNN matmul"
+    assert row("bfloat16", 1, "avx2") == "ATen own dot products"
+
+
+@pytest.mark.parametrize(
+    ("op", "engine", "library"),
+    [
+        ("quantized.linear.default", "x86", "FBGEMM"),
+        ("quantized.linear_relu.default", "onednn", "oneDNN"),
+        ("quantized.linear_dynamic.default", "qnnpack", "QNNPACK"),
+        ("quantized.conv2d.new", "fbgemm", "FBGEMM"),
+        ("quantized.conv2d.new", "x86", None),
+        ("quantized.linear.default", "an engine of tomorrow", None),
+        ("quantized.linear.default", "unreadable: RuntimeError", None),
+        ("their_own.linear.default", "x86", None),
+    ],
+)
+def test_quantised_layers_follow_the_engine(op: str, engine: str, library: str | None) -> None:
+    """An op of another namespace is none of torch's, whatever its name."""
+    build = Builder(flags={"quantized.engine": engine}, versions={"mkl": "2024.2"})
+    build.op(op, build.leaf("x"), shape=(1,))
+    found = Picks(build.build()).of(0)
+
+    assert (found.library if found is not None else None) == library
 
 
 def test_the_rules_are_those_of_builds_with_mkl() -> None:

@@ -102,6 +102,18 @@ _PRECISIONS: Final = {
     "cuda": ("all", "matmul", "conv", "rnn"),
     "mkldnn": ("all", "matmul", "conv", "rnn"),
 }
+#: Units of x86 CPUs by which torch and oneDNN choose a kernel, as `torch.cpu.get_capabilities` names them.
+_UNITS: Final = (
+    "avx2",
+    "avx512_f",
+    "avx512_vnni",
+    "avx512_bf16",
+    "avx512_fp16",
+    "amx_tile",
+    "amx_int8",
+    "amx_bf16",
+    "amx_fp16",
+)
 _AUTOCAST_DEVICES: Final = ("cpu", "cuda", "mps", "xpu", "hpu")
 _LIBRARIES: Final = ("fairscale", "esm", "transformers", "accelerate")
 _CONFIG_LINES: Final = {
@@ -275,6 +287,7 @@ def _flag_readers() -> dict[str, Reader]:
         "num_threads": torch.get_num_threads,
         "num_interop_threads": torch.get_num_interop_threads,
         "cpu_capability": torch.backends.cpu.get_cpu_capability,
+        **_cpu_readers(),
         "cuda.capability": _capability_reader(),
         "flush_denormal": _flushes_denormals,
         "grad_mode": torch.is_grad_enabled,
@@ -297,6 +310,34 @@ def _flag_readers() -> dict[str, Reader]:
 
 def _bound(function: Callable[..., object], *arguments: str) -> Reader:
     return lambda: function(*arguments)
+
+
+def _cpu_readers() -> dict[str, Reader]:
+    """What this CPU can do, which is read once: its units, and the 16-bit types that torch hands to oneDNN on it."""
+    found: dict[str, Reader] = {}
+    capabilities = getattr(torch.cpu, "get_capabilities", None)  # not in every torch
+    if capabilities is not None:
+        found["cpu.units"] = cache(lambda: _units(capabilities()))
+    for name in ("bf16", "fp16"):
+        supported = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", None)
+        if supported is not None:
+            found[f"cpu.onednn_{name}"] = cache(_unseen(supported))
+    return found
+
+
+def _units(capabilities: Mapping[str, Any]) -> str:
+    """`avx2 avx512_f amx_tile`; empty on a CPU that has none of `_UNITS`."""
+    return " ".join(unit for unit in _UNITS if capabilities.get(unit) is True)
+
+
+def _unseen(op: Callable[[], object]) -> Reader:
+    """Calls an op without tensors so that no mode of the program sees it."""
+
+    def read() -> object:
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+            return op()
+
+    return read
 
 
 def _capability_reader() -> Reader:

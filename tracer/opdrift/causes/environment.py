@@ -11,6 +11,7 @@ from opdrift.causes.evidence import SIDES, Evidence, cause, counted, scope, some
 from opdrift.causes.likeness import likeness
 from opdrift.origins.kinds import draws
 from opdrift.records import Cause, EnvironmentDifference
+from opdrift.tracefile.reader import Trace
 
 #: Beginnings of the names of flags that change what an op computes, and the devices whose ops they change.
 _STEERING: Final = {
@@ -72,6 +73,7 @@ MACHINE: Final = (
     "mkldnn",
     "onednn",
     "cpu_capability",
+    "cpu.units",
     "ATEN_CPU_CAPABILITY",
     "ONEDNN_MAX_CPU_ISA",
     "DNNL_MAX_CPU_ISA",
@@ -96,16 +98,8 @@ class Timelines:
     def __init__(self, case: Case) -> None:
         self._sides = case.left, case.right
         self._settings = case.left.settings, case.right.settings
-        self._names = sorted(
-            {name for side in self._sides for name in side.trace.header.flags}
-            | {
-                name
-                for side in self._sides
-                for mark in side.trace.marks
-                if mark.kind == "flags"
-                for name in mark.fields
-            }
-        )
+        # a flag that one of them does not know (of another opdrift or torch) is unknown there, not another
+        self._names = sorted(_known(case.left.trace) & _known(case.right.trace))
 
     def differences(self, left: int, right: int) -> list[FlagDifference]:
         """Flags that were not the same when two ops ran."""
@@ -131,6 +125,13 @@ class Timelines:
         after = side.trace.index_of(marks[-1].seq + 1)
         place = f", before {side.place(after)}" if after is not None else ""
         return f"{SIDES[number]}: {name} was changed from {old} to {new} during the run{place}"
+
+
+def _known(trace: Trace) -> set[str]:
+    """Names of the flags that a trace tells of."""
+    return {*trace.header.flags} | {
+        name for mark in trace.marks if mark.kind == "flags" for name in mark.fields
+    }
 
 
 def flags(e: Evidence) -> Cause | None:

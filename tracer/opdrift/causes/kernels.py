@@ -91,7 +91,7 @@ def rounding(e: Evidence) -> Cause | None:
     evidence += [
         f"{d.name}: {d.left} against {d.right}"
         for d in e.shared.environment
-        if d.name.startswith(("cpu_capability", "mkldnn", "MKL", "torch", "mkl"))
+        if d.name.startswith(("cpu_capability", "cpu.", "mkldnn", "MKL", "torch", "mkl"))
     ]
     if e.size.bound is not None and e.size.bound.cannot_judge:
         evidence.append(

@@ -38,7 +38,11 @@ def summary_of(trace: Trace) -> TraceSummary:
 
 
 def environment_of(left: Header, right: Header) -> tuple[EnvironmentDifference, ...]:
-    """Flags, versions, variables and seeds that differ."""
+    """Flags, versions, variables and seeds that differ.
+
+    A flag that only one header has (of another opdrift or torch) is unknown in the other, and no difference; a
+    variable or a library that only one has is one, and so is the seed of a device.
+    """
     found = []
     for name, a, b in (
         ("device", left.device, right.device),
@@ -54,7 +58,8 @@ def environment_of(left: Header, right: Header) -> tuple[EnvironmentDifference, 
     for first, second in tables:
         for name in dict.fromkeys([*first, *second]):
             a, b = first.get(name), second.get(name)
-            if a != b:
+            unknown = first is left.flags and not (name in first and name in second)
+            if a != b and not (unknown and not name.startswith("seed.")):
                 found.append(EnvironmentDifference(name, _text(a), _text(b)))
     return tuple(found)
 

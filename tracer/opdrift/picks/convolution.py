@@ -19,7 +19,19 @@ def convolution(
     op: Op, metas: list[TensorMeta], arguments: Mapping[str, Argument], flag: Get
 ) -> Pick | None:
     """The library of a convolution, and why that one."""
-    image, weight = metas[0], metas[1]
+    return _chosen(op, metas[0], metas[1], arguments, flag)
+
+
+def convolution_backward(
+    op: Op, metas: list[TensorMeta], arguments: Mapping[str, Argument], flag: Get
+) -> Pick | None:
+    """The gradient's library: torch chooses by the same image and weight as forward; the result's gradient is first."""
+    return _chosen(op, metas[1], metas[2], arguments, flag) if len(metas) > 2 else None
+
+
+def _chosen(
+    op: Op, image: TensorMeta, weight: TensorMeta, arguments: Mapping[str, Argument], flag: Get
+) -> Pick | None:
     dims = len(weight.shape) - 2
     if (
         0 in image.shape
@@ -37,6 +49,9 @@ def convolution(
     dilated = any(v != 1 for v in numbers(arguments.get("dilation")))
     if _nnpack_takes(image, weight, flag) and not turned and not dilated:
         return Pick(f"{op.name}: convolution", "NNPACK", None, f"{why}; batch {image.shape[0]}")
+    if image.dtype == "float32" and onednn_takes("float32", flag, "matmul") is not False:
+        name = f"{op.name}: unfolding and products of lower precision"
+        return Pick(name, "ATen", None, f"{why}; float32 may be rounded before it is multiplied")
     if dims == 3:  # unfolded by MKL's transposes, in batches
         return Pick(f"{op.name}: unfolding and products", "ATen", None, why)
     product = {"float32": "SGEMM", "float64": "DGEMM"}.get(image.dtype, "own product")
@@ -58,7 +73,9 @@ def _onednn(
         return False, "output_padding is not smaller than stride"
     if image.dtype in ("bfloat16", "float16"):
         takes = onednn_takes(image.dtype, flag, "conv")
-        return (True, f"always for {image.dtype}") if takes else None
+        if takes is None:
+            return None
+        return takes, f"always for {image.dtype}" if takes else f"oneDNN has no {image.dtype} here"
     if image.dtype != "float32":
         return False, f"oneDNN does not take {image.dtype}"
     why = _float32(image, weight, arguments, int(flag("num_threads", 1)))

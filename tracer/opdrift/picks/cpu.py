@@ -10,8 +10,16 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from opdrift.picks.convolution import convolution
-from opdrift.picks.libraries import Get, onednn_takes
+from opdrift.picks.convolution import convolution, convolution_backward
+from opdrift.picks.libraries import Get, lowered, onednn_takes
+from opdrift.picks.quantised import (
+    bags,
+    integers,
+    packed_weights,
+    quantised,
+    quantised_convolution,
+    scaled,
+)
 from opdrift.picks.settings import Settings
 from opdrift.picks.values import base_name
 from opdrift.records import Argument, Op, Pick, TensorMeta
@@ -27,14 +35,22 @@ _PREFIX: Final = {"float32": "S", "float64": "D", "complex64": "C", "complex128"
 _DOT: Final = {"float32": "SDOT", "float64": "DDOT", "complex64": "CDOTU", "complex128": "ZDOTU"}
 _VDOT: Final = {**_DOT, "complex64": "CDOTC", "complex128": "ZDOTC"}
 
+_QUANTISED_LINEAR: Final = ("linear", "linear_relu", "linear_dynamic", "linear_relu_dynamic")
+_QUANTISED_CONVOLUTIONS: Final = tuple(
+    f"{kind}{dims}d{end}"
+    for kind in ("conv", "conv_transpose")
+    for dims in (1, 2, 3)
+    for end in ("", "_relu", "_dynamic")
+)
+
 #: (name of the op, layouts of its tensors, arguments, flags) -> the pick.
 _Rule = Callable[[Op, list[TensorMeta], Mapping[str, Argument], Get], Pick | None]
 
 
 def routine(trace: Trace, op_index: int, settings: Settings) -> Pick | None:
     """The library and routine of an op on a CPU; None for ops without a choice, or if it is not known."""
-    name = base_name(trace.op_info(int(trace.ops.signature[op_index])).name)
-    rule = _RULES.get(name)
+    name = trace.op_info(int(trace.ops.signature[op_index])).name
+    rule = _RULES.get(name.partition(".")[0], {}).get(base_name(name))
     if rule is None or "mkl" not in trace.header.versions:
         return None
     op = trace.op(op_index)
@@ -78,6 +94,8 @@ def _matrices(
         return None
     m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
     batch = left.shape[0] if len(left.shape) == 3 else None
+    if batch is None and m == 1 and right.stride[0] == 1 and arguments.get("alpha", 1) == 1:
+        return _row(op.name, left.dtype, n * k, flag)
     return _product(op.name, left.dtype, m * n * k, batch, flag)
 
 
@@ -88,7 +106,10 @@ def _linear(
     rows, weight = metas[0], metas[1]
     if len(weight.shape) != 2 or not (len(rows.shape) == 2 or _contiguous(rows)):
         return None
-    return _product(op.name, rows.dtype, math.prod(rows.shape) * weight.shape[0], None, flag)
+    size = math.prod(rows.shape) * weight.shape[0]
+    if math.prod(rows.shape[:-1]) == 1 and weight.stride[1] == 1:
+        return _row(op.name, rows.dtype, size, flag)
+    return _product(op.name, rows.dtype, size, None, flag)
 
 
 def _matmul(
@@ -110,8 +131,26 @@ def _matmul(
         return _product(op.name, left.dtype, m * n * k, math.prod(left.shape[:-2]), flag)
     if ranks[0] >= 3 and ranks[1] == 2 and _contiguous(left):  # folded into rows
         size = math.prod(left.shape) * right.shape[-1]
+        if math.prod(left.shape[:-1]) == 1 and right.stride[0] == 1:
+            return _row(op.name, left.dtype, size, flag)
         return _product(op.name, left.dtype, size, None, flag)
     return None
+
+
+def _row(name: str, dtype: str, size: int, flag: Get) -> Pick | None:
+    """One row times a matrix whose columns are contiguous, as in `linear` for a single token.
+
+    16-bit types have dot products of torch's own for it, which bfloat16 leaves to oneDNN on CPUs with AVX512_BF16.
+    """
+    own = dtype == "float16"
+    if dtype == "bfloat16" and size > _ONEDNN_ABOVE and onednn_takes(dtype, flag, "matmul"):
+        units = flag("cpu.units", None)
+        if not isinstance(units, str):
+            return None
+        own = "avx512_bf16" not in units.split()
+    if own and size:
+        return Pick(f"{name}: own dot products", "ATen", None, f"one row of {dtype}")
+    return _product(name, dtype, size, None, flag)
 
 
 def _product(name: str, dtype: str, size: int, batch: int | None, flag: Get) -> Pick | None:
@@ -124,7 +163,10 @@ def _product(name: str, dtype: str, size: int, batch: int | None, flag: Get) -> 
         return None
     if takes and total > _ONEDNN_ABOVE:
         return Pick(
-            f"{name}: matmul", "oneDNN", None, f"{dtype}, {sizes} = {total} > {_ONEDNN_ABOVE}"
+            f"{name}: matmul",
+            "oneDNN",
+            None,
+            f"{dtype}{lowered(dtype, flag)}, {sizes} = {total} > {_ONEDNN_ABOVE}",
         )
     if batch is not None and size < _OWN_LOOP_BELOW:
         return Pick(f"{name}: own loop", "ATen", None, f"m n k = {size} < {_OWN_LOOP_BELOW}")
@@ -160,24 +202,15 @@ def _level2(name: str, kind: str, larger: TensorMeta, blas: str | None, flag: Ge
     takes = onednn_takes(larger.dtype, flag, "matmul")
     if size == 0 or takes is None:
         return None
-    if blas is not None and not takes:
-        return Pick(f"{name}: {blas}", "MKL", None, f"{larger.dtype} goes to BLAS")
     if takes and size > _ONEDNN_ABOVE:
-        return Pick(
-            f"{name}: matmul", "oneDNN", None, f"{larger.dtype}, {size} elements > {_ONEDNN_ABOVE}"
-        )
+        why = f"{larger.dtype}{lowered(larger.dtype, flag)}, {size} elements > {_ONEDNN_ABOVE}"
+        return Pick(f"{name}: matmul", "oneDNN", None, why)
+    if blas is not None:
+        return Pick(f"{name}: {blas}", "MKL", None, f"{larger.dtype} goes to BLAS")
     why = (
         f"{size} elements <= {_ONEDNN_ABOVE}" if takes else f"no library takes {larger.dtype} here"
     )
     return Pick(f"{name}: own {kind}", "ATen", None, why)
-
-
-def _integers(
-    op: Op, metas: list[TensorMeta], arguments: Mapping[str, Argument], flag: Get
-) -> Pick | None:
-    if not flag("mkldnn.enabled", True):
-        return Pick(f"{op.name}: own loop", "ATen", None, "oneDNN is switched off")
-    return Pick(f"{op.name}: gemm_s8s8s32", "oneDNN", None, "products of int8 with int32 sums")
 
 
 # ---- recurrent layers ------------------------------------------------------------------------------------
@@ -224,7 +257,7 @@ def _gelu(
 ) -> Pick | None:
     """`use_mkldnn` in aten/src/ATen/native/Activation.cpp."""
     image = metas[0]
-    takes = True if image.dtype == "float32" else onednn_takes(image.dtype, flag, "all")
+    takes = True if image.dtype == "float32" else onednn_takes(image.dtype, flag, "matmul")
     if takes is None:
         return None
     why = None
@@ -253,16 +286,27 @@ def _contiguous(meta: TensorMeta) -> bool:
     return True
 
 
-_RULES: Final[dict[str, _Rule]] = {
-    **dict.fromkeys(_PRODUCTS, _matrices),
-    **dict.fromkeys(("mv", "addmv"), _vector),
-    **dict.fromkeys(("dot", "vdot"), _dot),
-    **dict.fromkeys(("convolution", "conv1d", "conv2d", "conv3d"), convolution),
-    **dict.fromkeys(("gru", "rnn_tanh", "rnn_relu"), _own_cells),
-    "linear": _linear,
-    "matmul": _matmul,
-    "_int_mm": _integers,
-    "lstm": _lstm,
-    "mkldnn_rnn_layer": _onednn_rnn,
-    "gelu": _gelu,
+#: Operator's name without its overload, by namespace.
+_RULES: Final[dict[str, dict[str, _Rule]]] = {
+    "aten": {
+        **dict.fromkeys(_PRODUCTS, _matrices),
+        **dict.fromkeys(("mv", "addmv"), _vector),
+        **dict.fromkeys(("dot", "vdot"), _dot),
+        **dict.fromkeys(("convolution", "conv1d", "conv2d", "conv3d"), convolution),
+        **dict.fromkeys(("gru", "rnn_tanh", "rnn_relu"), _own_cells),
+        "linear": _linear,
+        "matmul": _matmul,
+        "_int_mm": integers,
+        "_scaled_mm": scaled,
+        **dict.fromkeys(("_embedding_bag", "_embedding_bag_forward_only"), bags),
+        **dict.fromkeys(("_weight_int8pack_mm", "_weight_int4pack_mm_for_cpu"), packed_weights),
+        "convolution_backward": convolution_backward,
+        "lstm": _lstm,
+        "mkldnn_rnn_layer": _onednn_rnn,
+        "gelu": _gelu,
+    },
+    "quantized": {
+        **dict.fromkeys(_QUANTISED_LINEAR, quantised),
+        **dict.fromkeys(_QUANTISED_CONVOLUTIONS, quantised_convolution),
+    },
 }

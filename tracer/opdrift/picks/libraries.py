@@ -2,26 +2,51 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 from opdrift.picks.settings import Get
 
-__all__ = ["Get", "onednn_takes"]
+__all__ = ["Get", "lowered", "onednn_takes"]
+
+#: Type of 16 bits -> the flag that says whether torch hands it to oneDNN on this CPU.
+_SUPPORTED: Final = {"bfloat16": "cpu.onednn_bf16", "float16": "cpu.onednn_fp16"}
 
 
-def onednn_takes(
-    dtype: str, flag: Get, kind: Literal["matmul", "conv", "rnn", "all"]
-) -> bool | None:
-    """Whether torch hands products of this dtype to oneDNN; None if that depends on the CPU's units.
+def onednn_takes(dtype: str, flag: Get, kind: Literal["matmul", "conv", "rnn"]) -> bool | None:
+    """Whether torch hands this dtype to oneDNN; None if that depends on units that the trace does not name.
 
-    bfloat16 needs AVX-512 BW, VL and DQ (`mkldnn_bf16_device_check`), which every CPU has that torch calls
-    AVX512; float16 needs units that the trace does not name, and so does float32 at a lower precision.
+    float32 is the caller's matter but for products, which oneDNN gets where the program lets it round their
+    operands: to bfloat16 on CPUs with units for that, to TF32 on those with AMX-FP16
+    (`use_mkldnn_bf32_matmul` and `use_mkldnn_tf32_matmul` in aten/src/ATen/native/mkldnn/Matmul.cpp).
     """
     if not flag("mkldnn.enabled", True):
         return False
-    if dtype == "float32":
-        precision = flag(f"fp32_precision.mkldnn.{kind}", "none")
-        return False if precision in ("none", "ieee", None) else None
-    if dtype == "bfloat16":
-        return True if flag("cpu_capability", None) == "AVX512" else None
-    return None if dtype == "float16" else False
+    if dtype in _SUPPORTED:
+        return _supports(dtype, flag)
+    if dtype != "float32":
+        return False
+    precision = flag(f"fp32_precision.mkldnn.{kind}", "none")
+    if precision in ("none", "ieee", None):
+        return False
+    if precision == "bf16":
+        return _supports("bfloat16", flag)
+    units = flag("cpu.units", None)
+    if precision == "tf32" and isinstance(units, str):
+        return "amx_fp16" in units.split()
+    return None
+
+
+def lowered(dtype: str, flag: Get) -> str:
+    """What is said of float32 operands that are rounded before they are multiplied; empty for none."""
+    if dtype != "float32":
+        return ""
+    return f", rounded to {flag('fp32_precision.mkldnn.matmul', 'none')}"
+
+
+def _supports(dtype: str, flag: Get) -> bool | None:
+    """Traces before 2026-12 lack the flag; every CPU that torch calls AVX512 has what bfloat16 needs."""
+    supported = flag(_SUPPORTED[dtype], None)
+    if isinstance(supported, bool):
+        return supported
+    old = dtype == "bfloat16" and flag("cpu_capability", None) == "AVX512"
+    return True if old else None
