@@ -34,7 +34,7 @@ LAYERS: tuple[tuple[int, str, str], ...] = (
         READING,
         "bounds case compare extracalls flow leaves matches orders pairs parts picks provenance samples settings sinks",
     ),
-    (4, READING, "causes findings foreign origins receivers sizes"),
+    (4, READING, "causes findings foreign moves origins receivers sizes"),
     (5, READING, "diagnose"),
     (6, READING, "render testing"),
     (7, READING, "__main__ commands"),

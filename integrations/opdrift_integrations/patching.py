@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
 #: Called with the arguments of the watched call. Runs up to its one bare `yield` before the call
@@ -47,6 +47,22 @@ def watch(owner: Any, name: str, observer: Observer, on_failure: FailureHandler)
             # Somebody else may have put a wrapper over ours: it stays, and ours below it is idle.
             if not observers and vars(owner).get(name) is wrapper:
                 setattr(owner, name, wrapper.__wrapped__)
+
+
+@contextlib.contextmanager
+def watch_all(
+    points: Iterable[tuple[Any, str, Observer]],
+    on_failure: FailureHandler,
+    on_missing: Callable[[str], None],
+) -> Iterator[None]:
+    """`watch` each (owner, name, observer); what this version of the library lacks is told to `on_missing`."""
+    with contextlib.ExitStack() as stack:
+        for owner, name, observer in points:
+            if name in vars(owner):
+                stack.enter_context(watch(owner, name, observer, on_failure))
+            else:
+                on_missing(f"{owner.__name__}.{name}")
+        yield
 
 
 def _wrapper(original: Any, observers: list[tuple[Observer, FailureHandler]]) -> Any:

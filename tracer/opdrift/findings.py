@@ -9,13 +9,14 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from opdrift.moves import moves
 from opdrift.records import READ_UNINITIALISED, Cause, Finding, Leaf, Mark, TensorArgument
 from opdrift.tracefile.columns import Ints
 from opdrift.tracefile.fingerprints import Fingerprint
 from opdrift.tracefile.reader import Trace
 
 #: Marks of integrations that say whether a content arrived as it was sent.
-_TRANSFERS: Final = frozenset({"gather", "use", "move", "cast"})
+_TRANSFERS: Final = frozenset({"gather", "use", "cast"})
 #: A chain of views is followed this often; each round doubles the length that is covered.
 _VIEW_ROUNDS: Final = 6
 
@@ -34,6 +35,7 @@ def _of_one(trace: Trace) -> Iterator[Finding]:
     yield from _uninitialised(trace, steps)
     yield from _nonfinite(trace, steps)
     yield from _transfers(trace, steps)
+    yield from moves(trace, steps.at)
 
 
 class Steps:
@@ -316,7 +318,7 @@ def _bad_leaf(trace: Trace, leaf: Leaf, number: int, steps: Steps) -> Finding:
     )
 
 
-# ---- gathers and moves -------------------------------------------------------------------------------
+# ---- gathers -------------------------------------------------------------------------------
 
 
 def _transfers(trace: Trace, steps: Steps) -> Iterator[Finding]:
@@ -338,7 +340,7 @@ def _where(fields: Mapping[str, Any]) -> list[str]:
 def _transfer(trace: Trace, mark: Mark, steps: Steps, evidence: Sequence[str]) -> Finding:
     fields = mark.fields
     unit = fields.get("unit") or ""
-    what = {"use": "gather", "cast": "cast copy", "move": "move"}.get(mark.kind, mark.kind)
+    what = {"use": "gather", "cast": "cast copy"}.get(mark.kind, mark.kind)
     names = fields.get("parameters") or ()
     named = ", ".join(map(str, names[:4])) + (
         f" and {len(names) - 4} more" if len(names) > 4 else ""

@@ -25,6 +25,8 @@ _TORCH: Final = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 #: its `deprecated` stands between the program and torch's own deprecated functions
 _DECORATORS: Final = os.path.abspath(typing_extensions.__file__)
 _LIBRARY: Final = (_TORCH, _PACKAGE, _INTEGRATIONS, _DECORATORS, "<frozen", "<__array_function__")
+#: It stands between a module call and the module's forward, in every module that accelerate offloads.
+_FORWARD_WRAPPER: Final = os.path.join("accelerate", "hooks.py")
 #: So many code objects and lines are known at a time; programs that make code as they run make ever more.
 _MAX_CODES: Final = 65536
 _COMPILED_NAMES: Final = ("<eval_with_key>",)
@@ -46,7 +48,8 @@ class CodeEntry:
 
 
 def _is_library(filename: str) -> bool:
-    return filename.startswith(_LIBRARY) or os.sep + "opdrift_integrations" + os.sep in filename
+    integration = os.sep + "opdrift_integrations" + os.sep in filename
+    return integration or filename.startswith(_LIBRARY) or filename.endswith(_FORWARD_WRAPPER)
 
 
 def _nothing() -> None:

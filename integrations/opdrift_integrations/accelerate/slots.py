@@ -1,0 +1,110 @@
+"""What is known of each tensor that accelerate moves in and out of a module."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from opdrift.plugins import Digest
+from opdrift_integrations.digests import same
+
+
+@dataclass(slots=True)
+class Slot:
+    """A parameter or buffer of one module, and its content as last seen.
+
+    Attributes:
+        number: Which slot this is, from 0: what joins the marks of one.
+        name: Its name in the model, as last told.
+        loads: How often it was loaded.
+        known: What it held when it was last outside: the content that a load has to bring.
+        seen: When that was: "attach" (as it was taken from the module), "write" (as a file was
+            written), "load" or "drop".
+        loaded: What the last load brought.
+        address: Where that lay.
+        aliased: The last load copied nothing: the module used the source itself.
+    """
+
+    number: int
+    name: str = ""
+    loads: int = 0
+    known: Digest | None = None
+    seen: str | None = None
+    loaded: Digest | None = None
+    address: int = 0
+    aliased: bool = False
+
+
+class Slots:
+    """The slots of one recorder."""
+
+    def __init__(self) -> None:
+        self._of: weakref.WeakKeyDictionary[nn.Module, dict[str, Slot]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._all: list[Slot] = []
+        #: Where a source lies in memory -> the source, and the first name that was loaded from there.
+        self._sources: dict[int, tuple[weakref.ref[torch.UntypedStorage], str]] = {}
+
+    def of(self, owner: nn.Module, name: str) -> Slot:
+        """The slot of a module's own parameter or buffer; it is made at its first move."""
+        slots = self._of.setdefault(owner, {})
+        slot = slots.get(name)
+        if slot is None:
+            slot = slots[name] = Slot(len(self._all))
+            self._all.append(slot)
+        return slot
+
+    def holding(self, content: Digest | None, but: Slot) -> list[str]:
+        """Names of other slots that hold a content; none for zeros, which tell nothing."""
+        if content is None or content.raw == 0:
+            return []
+        return [
+            slot.name
+            for slot in self._all
+            if slot is not but and (same(slot.known, content) or same(slot.loaded, content))
+        ]
+
+    def tied(self, slot: Slot, source: torch.Tensor) -> list[list[str]]:
+        """[[name, owner]] where a slot is loaded from memory that another name was loaded from before."""
+        address, storage = source.data_ptr(), source.untyped_storage()
+        found = self._sources.get(address)
+        if address and (found is None or found[0]() is None):
+            self._sources[address] = weakref.ref(storage), slot.name
+            return []
+        return [] if found is None or found[1] == slot.name else [[slot.name, found[1]]]
+
+
+def owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that holds a tensor with a dotted name itself, and the tensor's name in it."""
+    path, _, own = name.rpartition(".")
+    return (module.get_submodule(path) if path else module), own
+
+
+def held(owner: nn.Module, name: str) -> Any:
+    """A module's own parameter or buffer, without asking the module's `__getattr__`."""
+    return owner._parameters.get(name, owner._buffers.get(name))
+
+
+def differing(wanted: torch.Tensor, found: torch.Tensor) -> dict[str, Any]:
+    """Where two contents of equal layout differ, bit by bit: the fields of a `mismatch`.
+
+    `offset` is the first differing element, `numel` how many there are up to the last one, `differing`
+    how many of those differ, `zeros` whether all that differ are zero.
+    """
+    both = [
+        tensor.detach().reshape(-1).contiguous().view(torch.uint8).reshape(tensor.numel(), -1)
+        for tensor in (wanted.to(found.device), found)
+    ]
+    places = (both[0] != both[1]).any(1).nonzero().reshape(-1)
+    first, last = int(places[0]), int(places[-1])
+    return {
+        "offset": first,
+        "numel": last - first + 1,
+        "differing": len(places),
+        "zeros": not bool(both[1][places].any()),
+    }

@@ -1,0 +1,393 @@
+"""Write down what accelerate does to parameters and buffers.
+
+accelerate puts a module's weights in place before its forward and takes them away after it, by
+replacing entries of `module._parameters` (accelerate 1.15.0, `hooks.py`). Where host memory is also where
+the module computes, no op shows that; and files are read past the dispatcher. So its functions are
+watched. All marks have `library` "accelerate", `unit` (path of the module that holds the tensor, null if
+the recorder does not know it) and `phase`: "attach" (a hook is put on the module), "forward", "detach", or
+"checkpoint" (accelerate loads a checkpoint).
+
+`move`    A tensor was moved: `direction` "load" puts it in place, "drop" takes it away (its content stays where
+          it is loaded from), "write" puts it into a file, "place" moves it from one device to another for good.
+          `slot` (a number that joins the moves of one tensor), `nth` (which load), `parameters` [[name, offset,
+          shape]], `tied` [[name, the name that was loaded from the same memory before]], `source_dtype`,
+          `destination_dtype`, `source_device`, `destination_device` (also "disk", then with `file`), `bytes`,
+          `blocking`, `aliased` (the module uses the very memory that it is loaded from), `source` and `destination`
+          (digests), `intact` (false: the destination is not the source; or, at a drop, what was changed since the
+          load is lost). Where it is false, `mismatch` [{parameter, offset, numel, differing, zeros}] and
+          `holds` (names whose content it is instead).
+          A load has `known` (digest of the tensor when last seen outside), `seen` (when: "attach", "write",
+          "load", "drop") and `source_unchanged`; a drop `changed` (since the load) and `rebound` (the module's tensor
+          lies elsewhere than what was loaded).
+
+Moves of whole modules (`cpu_offload_with_hook`) are one mark each, with the digests compared tensor by tensor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import threading
+from collections.abc import Generator, Iterable, Iterator
+from typing import Any
+
+import torch
+from accelerate import hooks
+from accelerate.utils import modeling, offload
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from opdrift.plugins import Digest, RecorderLike
+from opdrift_integrations.accelerate.slots import Slot, Slots, differing, held, owner_of
+from opdrift_integrations.digests import as_field, same
+from opdrift_integrations.patching import watch_all
+from opdrift_integrations.paths import join
+
+_log = logging.getLogger(__name__)
+
+Observation = Generator[None, Any, None]
+
+
+class Watcher:
+    """The observers of one recorder."""
+
+    def __init__(self, recorder: RecorderLike) -> None:
+        self._recorder = recorder
+        self._thread = threading.get_ident()
+        self._slots = Slots()
+        #: Tensors that were read from a file, and which.
+        self._read_from: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        #: File -> what was last written into it.
+        self._written: dict[str, Digest | None] = {}
+        #: (phase, prefix of the names) of the hooks that run now, the innermost last.
+        self._running: list[tuple[str, str]] = []
+        self._failures: set[str] = set()
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Observe accelerate inside the block."""
+        align, whole = hooks.AlignDevicesHook, hooks.CpuOffload
+        points = (
+            (align, "init_hook", functools.partial(self.during, "attach")),
+            (align, "pre_forward", functools.partial(self.during, "forward")),
+            (align, "post_forward", functools.partial(self.during, "forward")),
+            (align, "detach_hook", functools.partial(self.during, "detach")),
+            (whole, "init_hook", functools.partial(self.whole, "attach", "drop")),
+            (whole, "pre_forward", functools.partial(self.whole, "forward", "load")),
+            (hooks, "set_module_tensor_to_device", self.place),
+            (modeling, "set_module_tensor_to_device", self.place),
+            (modeling, "offload_weight", self.write),
+            (offload, "offload_weight", self.write),
+            (offload.OffloadedWeightsLoader, "__getitem__", self.read),
+        )
+        with watch_all(points, self.failed, self._missing):
+            yield
+
+    def failed(self, error: Exception) -> None:
+        """Say once per kind of failure that something could not be observed."""
+        text = f"{type(error).__name__}: {error}"
+        if text in self._failures:
+            return
+        self._failures.add(text)
+        _log.warning(
+            "opdrift could not follow accelerate here, the run goes on: %s", text, exc_info=error
+        )
+        self._recorder.mark("integration-failed", library="accelerate", error=text)
+
+    # ---- observers ----------------------------------------------------------------------------------
+
+    def during(self, phase: str, hook: Any, *args: Any, **kwargs: Any) -> Observation:
+        """A method of `AlignDevicesHook`: what it moves belongs to this phase."""
+        if not self._here():
+            return
+        # PrefixedDataset: how accelerate itself calls the module, before the recorder has met the model
+        prefix = getattr(hook.weights_map, "prefix", "")
+        self._running.append((phase, prefix))
+        try:
+            yield
+        finally:
+            self._running.pop()
+
+    def read(self, loader: Any, key: str) -> Observation:
+        """`OffloadedWeightsLoader.__getitem__`: from the state dict in memory, or from a file."""
+        result = yield
+        if self._here() and key not in loader.state_dict:
+            file = loader.index[key].get("safetensors_file")
+            self._read_from[result] = file or os.path.join(loader.save_folder, f"{key}.dat")
+
+    def write(
+        self, weight: Any, weight_name: str, folder: Any, *args: Any, **kw: Any
+    ) -> Observation:
+        """`offload_weight`: a tensor goes into a file of its own."""
+        yield
+        if not self._here():
+            return
+        file = os.path.join(folder, f"{weight_name}.dat")
+        content = self._written[file] = self._recorder.digest(weight)
+        self._mark(
+            None,
+            "write",
+            parameters=[[join(weight_name), 0, list(weight.shape)]],
+            **_from(weight),
+            destination_dtype=_name(weight.dtype),
+            destination_device="disk",
+            file=file,
+            blocking=True,
+            source=as_field(content),
+        )
+
+    def place(
+        self,
+        module: nn.Module,
+        tensor_name: str,
+        device: Any,
+        value: Any = None,
+        dtype: Any = None,
+        fp16_statistics: Any = None,
+        tied_params_map: Any = None,
+        non_blocking: bool = False,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Observation:
+        """`set_module_tensor_to_device`: a tensor of a module is replaced by one elsewhere."""
+        if not self._here():
+            return
+        owner, name = owner_of(module, tensor_name)
+        old = held(owner, name)
+        yield
+        new = held(owner, name)
+        if new is old or new is None or old is None:
+            return
+        slot = self._slots.of(owner, name)
+        slot.name = self._named(module, owner, tensor_name, name)
+        blocking = not non_blocking
+        if new.is_meta:
+            if not old.is_meta:
+                self._drop(owner, slot, old, blocking=blocking)
+        elif isinstance(value, torch.Tensor):
+            self._load(owner, slot, value, new, name in owner._buffers, blocking=blocking)
+        elif old.device != new.device:
+            self._copy(owner, slot, old, new, "place", blocking=blocking)
+
+    def whole(
+        self, phase: str, direction: str, hook: Any, module: nn.Module, *args: Any, **kwargs: Any
+    ) -> Observation:
+        """A method of `CpuOffload`: it moves a whole module with `.to`, if it is elsewhere."""
+        target = torch.device("cpu" if direction == "drop" else hook.execution_device)
+        first = next(module.parameters(), None)
+        if not self._here() or first is None or first.device == target:
+            yield
+            return
+        # Digests, and no references: the module is to be freed tensor by tensor.
+        before = {
+            path: (self._recorder.digest(tensor), tensor.dtype)
+            for path, tensor in _tensors(module)
+            if tensor.device != target
+        }
+        origin = str(first.device)
+        yield
+        moved = [(path, tensor) for path, tensor in _tensors(module) if path in before]
+        unit = self._recorder.clean_path(module)
+        named = [(join(unit or "", path), path, tensor) for path, tensor in moved]
+        bad = [
+            {"parameter": name, "offset": 0, "numel": tensor.numel()}
+            for name, path, tensor in named
+            if same(before[path][0], self._recorder.digest(tensor)) is False
+        ]
+        self._running.append((phase, ""))
+        try:
+            self._mark(
+                unit,
+                direction,
+                parameters=[[name, 0, list(tensor.shape)] for name, _, tensor in named],
+                source_dtype=_common(dtype for _, dtype in before.values()),
+                source_device=origin,
+                destination_dtype=_common(tensor.dtype for _, tensor in moved),
+                destination_device=str(target),
+                bytes=sum(_bytes(tensor) for _, tensor in moved),
+                blocking=True,
+                intact=None if target.type == "meta" else not bad,
+                **({"mismatch": bad} if bad else {}),
+            )
+        finally:
+            self._running.pop()
+
+    # ---- what they share ----------------------------------------------------------------------------
+
+    def _here(self) -> bool:
+        return threading.get_ident() == self._thread
+
+    def _named(self, module: nn.Module, owner: nn.Module, given: str, own: str) -> str:
+        """The name of a tensor in the model: by the recorder, else as accelerate calls it."""
+        path = self._recorder.clean_path(owner)
+        if path is not None:
+            return join(path, own)
+        return join(self._running[-1][1] if self._running else "", given)
+
+    def _load(
+        self,
+        owner: nn.Module,
+        slot: Slot,
+        source: torch.Tensor,
+        new: torch.Tensor,
+        is_buffer: bool,
+        *,
+        blocking: bool,
+    ) -> None:
+        file = self._read_from.get(source)
+        slot.loads += 1
+        slot.aliased = file is None and _is_alias(new, source)
+        slot.address = new.data_ptr()
+        known, seen = slot.known, slot.seen
+        if known is None and file in self._written:
+            known, seen = self._written[file], "write"
+        before, after = self._copy(
+            owner,
+            slot,
+            source,
+            new,
+            "load",
+            nth=slot.loads,
+            file=file,
+            known=known,
+            seen=seen,
+            blocking=blocking,
+        )
+        slot.known, slot.seen, slot.loaded = before, "load", after
+        self._recorder.name_tensor(new, slot.name, kind="buffer" if is_buffer else "parameter")
+
+    def _copy(
+        self,
+        owner: nn.Module,
+        slot: Slot,
+        source: torch.Tensor,
+        new: torch.Tensor,
+        direction: str,
+        *,
+        file: str | None = None,
+        known: Digest | None = None,
+        seen: str | None = None,
+        **fields: Any,
+    ) -> tuple[Digest | None, Digest | None]:
+        """Compare a copy with what it was made from, and write the mark; return both digests."""
+        copied = not _is_alias(new, source)
+        with self._recorder.pause(), torch.no_grad():
+            before = self._recorder.digest(source)
+            after = self._recorder.digest(new) if copied else before
+            cast = source if source.dtype == new.dtype else source.to(new.dtype)
+            intact = same(before if cast is source else self._recorder.digest(cast), after)
+            if intact is False:
+                bad = {"parameter": slot.name, **differing(cast, new)}
+                fields["mismatch"] = [bad]
+                fields["holds"] = self._slots.holding(after, slot)
+        if direction == "load":
+            fields["known"], fields["seen"] = as_field(known), seen
+            # A file may hold another precision than the module that was taken away.
+            comparable = (before, after)[bool(known and before and known.code != before.code)]
+            fields["source_unchanged"] = same(known, comparable)
+            fields["tied"] = [] if file else self._slots.tied(slot, source)
+        self._mark(
+            self._recorder.clean_path(owner),
+            direction,
+            slot=slot.number,
+            parameters=[[slot.name, 0, list(new.shape)]],
+            **_from(source, file),
+            destination_dtype=_name(new.dtype),
+            destination_device=str(new.device),
+            bytes=_bytes(new),
+            aliased=not copied and file is None,
+            source=as_field(before),
+            destination=as_field(after),
+            intact=intact,
+            **fields,
+        )
+        return before, after
+
+    def _drop(self, owner: nn.Module, slot: Slot, old: torch.Tensor, *, blocking: bool) -> None:
+        content = self._recorder.digest(old)
+        fields: dict[str, Any] = {}
+        if slot.loads and self._phase() == "forward":
+            rebound = old.data_ptr() != slot.address
+            changed = same(slot.loaded, content) is False
+            kept = slot.aliased and not rebound
+            fields = {
+                "nth": slot.loads,
+                "changed": changed,
+                "rebound": rebound,
+                "aliased": kept,
+                "destination": as_field(slot.loaded),
+                "intact": kept or not changed,
+            }
+            if kept:
+                slot.known, slot.seen = content, "drop"
+            elif changed:
+                fields["holds"] = self._slots.holding(content, slot)
+        else:
+            slot.known, slot.seen = content, "attach"
+        self._mark(
+            self._recorder.clean_path(owner),
+            "drop",
+            slot=slot.number,
+            parameters=[[slot.name, 0, list(old.shape)]],
+            **_from(old),
+            destination_dtype=_name(old.dtype),
+            destination_device="meta",
+            blocking=blocking,
+            source=as_field(content),
+            **fields,
+        )
+
+    def _phase(self) -> str:
+        return self._running[-1][0] if self._running else "checkpoint"
+
+    def _mark(self, unit: str | None, direction: str, **fields: Any) -> None:
+        self._recorder.mark(
+            "move",
+            library="accelerate",
+            unit=unit,
+            phase=self._phase(),
+            direction=direction,
+            **fields,
+        )
+
+    def _missing(self, name: str) -> None:
+        _log.warning(
+            "opdrift looks for %s, which this version of accelerate does not have: what it does is not"
+            " in the trace.",
+            name,
+        )
+        self._recorder.mark(
+            "integration-failed", library="accelerate", error=f"{name} is not there", missing=name
+        )
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _is_alias(new: torch.Tensor, source: torch.Tensor) -> bool:
+    return new.data_ptr() == source.data_ptr() and new.dtype == source.dtype
+
+
+def _from(source: torch.Tensor, file: str | None = None) -> dict[str, Any]:
+    where = {"source_device": str(source.device)}
+    if file is not None:
+        where = {"source_device": "disk", "file": file}
+    return {"source_dtype": _name(source.dtype), **where}
+
+
+def _common(dtypes: Iterable[torch.dtype]) -> str | None:
+    """The dtype that all have; None if they have several."""
+    names = {_name(dtype) for dtype in dtypes}
+    return names.pop() if len(names) == 1 else None
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,344 @@
+"""Moves of parameters that went wrong: bad copies, sources that changed, changes that were lost.
+
+Integrations write a "move" mark for each; those of one tensor share a `slot`. What the recorder could not
+judge is judged here: whether an op that was recorded made a change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Final
+
+import numpy as np
+
+from opdrift import tfp1
+from opdrift.records import Cause, Finding, Mark, Op
+from opdrift.tfp1 import Code
+from opdrift.tracefile.reader import Trace
+
+StepAt = Callable[[int | None], int | None]
+
+#: So many names or writers are listed.
+_LISTED: Final = 4
+_SEEN: Final = {
+    "attach": "when it was taken out of the module",
+    "write": "when the file was written",
+    "load": "at the load before",
+    "drop": "when it was last taken out of the module",
+}
+
+
+def moves(trace: Trace, step_at: StepAt) -> Iterator[Finding]:
+    """What is wrong with the moves of one trace.
+
+    Args:
+        trace: The trace of one process.
+        step_at: The step of the program that an op belongs to.
+    """
+    looked_at = _Moves(trace, step_at)
+    first: dict[tuple[Any, ...], tuple[Finding, list[Mark]]] = {}
+    for mark in trace.marks:
+        finding = looked_at.judged(mark) if mark.kind == "move" else None
+        if finding is None:
+            continue
+        # what goes wrong at every step is one fault
+        key = _slot(mark), finding.name, finding.module, finding.cause.slug, finding.op
+        first.setdefault(key, (finding, []))[1].append(mark)
+    for finding, marks in first.values():
+        yield looked_at.repeated(finding, marks)
+
+
+@dataclass(frozen=True)
+class _Moves:
+    """The moves of one trace, and which op wrote what they moved."""
+
+    trace: Trace
+    step_at: StepAt
+
+    # ---- findings ----------------------------------------------------------------------------------
+
+    def judged(self, mark: Mark) -> Finding | None:
+        """What is wrong with one move; None if nothing is."""
+        if mark.fields.get("intact") is False:
+            drops = mark.fields.get("direction") == "drop"
+            return self.lost(mark) if drops else self.bad_copy(mark)
+        if mark.fields.get("source_unchanged") is False:
+            return self.source_changed(mark)
+        return self.changed_in_place(mark) if mark.fields.get("changed") else None
+
+    def repeated(self, finding: Finding, marks: list[Mark]) -> Finding:
+        """A finding, with how often it came again."""
+        if len(marks) == 1:
+            return finding
+        last = marks[-1]
+        step = self.step_at(last.seq)
+        when = f"op {last.seq}" if step is None else f"op {last.seq}, step {step}"
+        times = f"{len(marks) - 1} more times" if len(marks) > 2 else "once more"
+        again = f"the same happened {times}, the last time after {when}"
+        return replace(
+            finding, cause=replace(finding.cause, evidence=(*finding.cause.evidence, again))
+        )
+
+    def bad_copy(self, mark: Mark) -> Finding:
+        """What arrived is not what was sent."""
+        fields, name = mark.fields, _name(mark)
+        evidence = [_move(mark), *_digests(mark, "source", "destination"), *_where(mark)]
+        held = [str(each) for each in fields.get("holds") or ()]
+        if held:
+            evidence.append(f"it is what {', '.join(held[:_LISTED])} holds")
+        else:
+            evidence += self._earlier(mark, "destination")
+        return self._finding(
+            mark,
+            Cause(
+                "fsdp-gather",
+                "certain",
+                f"{name}: what was put into {_module(mark)} is not what it was copied from",
+                tuple(evidence),
+                "The copy is torn, stale, or of another tensor: wait for it before the module runs, and do not"
+                " let two names share one place while only one of them is up to date.",
+            ),
+        )
+
+    def lost(self, mark: Mark) -> Finding:
+        """What was changed in the module is thrown away when it is taken out."""
+        name = _name(mark)
+        load = self._load_before(mark)
+        writers = self._writers(load, mark)
+        evidence = [_move(mark), *_digests(mark, "destination", "source")]
+        if load is not None:
+            evidence[1:] = [
+                f"its digest was {_raw(mark.fields.get('destination'))} when it was loaded after op {load.seq},"
+                f" and is {_raw(mark.fields.get('source'))} now"
+            ]
+        evidence += _located(mark.fields.get("destination"), mark.fields.get("source"))
+        rebound = mark.fields.get("rebound") is True
+        if rebound:
+            evidence.append("the module's tensor lies in other memory than what was loaded")
+        elif not writers:
+            evidence.append("no op that was recorded wrote it in between")
+        evidence += _written(writers)
+        seen = bool(writers) or rebound
+        return self._finding(
+            mark,
+            Cause(
+                "fsdp-gather" if seen else "race",
+                "certain" if seen else "likely",
+                f"{name}: changed while it was in {_module(mark)}, and the change is lost with the next load",
+                tuple(evidence),
+                "An offloaded tensor is read from its source at every call: change it there, or take the hooks"
+                " off first (accelerate.hooks.remove_hook_from_module(model, recurse=True))."
+                if seen
+                else _WRITE_UNSEEN,
+            ),
+            op=writers[0] if writers else None,
+        )
+
+    def source_changed(self, mark: Mark) -> Finding | None:
+        """What a load brings is not what was there before; None where an op wrote it."""
+        fields, name, file = mark.fields, _name(mark), mark.fields.get("file")
+        if not file and self._writers(self._load_before(mark), mark):
+            return None
+        seen = str(fields.get("seen"))
+        what = f"the file {file}" if file else "the memory that it is loaded from"
+        evidence = [
+            _move(mark),
+            f"its digest was {_raw(fields.get('known'))} {_SEEN.get(seen, 'before')}, and is"
+            f" {_raw(fields.get('source'))} now",
+            *_located(fields.get("known"), fields.get("source")),
+            *self._earlier(mark, "source"),
+        ]
+        if not file:
+            evidence.append("no op that was recorded wrote it in between")
+        stale = file and seen == "attach"
+        return self._finding(
+            mark,
+            Cause(
+                "fsdp-gather" if stale else "race",
+                "certain" if stale else "likely",
+                f"{name}: {what} holds other values than {_SEEN.get(seen, 'before')}",
+                tuple(evidence),
+                "The offload folder is an older one: disk_offload() keeps the files that it finds. Give it an"
+                " empty folder, or delete this one."
+                if stale
+                else f"Look for what writes {file}: another process, or a second model that is offloaded to the"
+                " same folder."
+                if file
+                else _WRITE_UNSEEN,
+            ),
+        )
+
+    def changed_in_place(self, mark: Mark) -> Finding | None:
+        """A module that uses the source itself changed it: fine, if an op did."""
+        load = self._load_before(mark)
+        if load is None or self._writers(load, mark):
+            return None
+        fields = mark.fields
+        evidence = [
+            _move(mark),
+            f"its digest was {_raw(fields.get('destination'))} when it was loaded after op {load.seq}, and is"
+            f" {_raw(fields.get('source'))} now",
+            *_located(fields.get("destination"), fields.get("source")),
+            "no op that was recorded wrote it in between",
+        ]
+        return self._finding(
+            mark,
+            Cause(
+                "race",
+                "likely",
+                f"{_name(mark)}: the content changed while it was in {_module(mark)}, and no recorded op wrote it",
+                tuple(evidence),
+                _WRITE_UNSEEN,
+            ),
+        )
+
+    def _finding(self, mark: Mark, cause: Cause, *, op: Op | None = None) -> Finding:
+        return Finding(
+            "move",
+            cause,
+            _name(mark),
+            None if op is None else op.name,
+            mark.fields.get("unit") or "",
+            mark.seq,
+            self.step_at(mark.seq),
+            self.trace.header.rank,
+        )
+
+    # ---- what the trace knows ------------------------------------------------------------------------
+
+    @cached_property
+    def _by_slot(self) -> dict[tuple[str, int | None], list[Mark]]:
+        found: dict[tuple[str, int | None], list[Mark]] = {}
+        for mark in self.trace.marks:
+            if mark.kind == "move" and isinstance(mark.fields.get("slot"), int):
+                found.setdefault(_slot(mark), []).append(mark)
+        return found
+
+    def _before(self, mark: Mark) -> list[Mark]:
+        """Earlier moves of the same tensor, the latest first."""
+        if not isinstance(mark.fields.get("slot"), int):
+            return []
+        all_ = self._by_slot[_slot(mark)]
+        return all_[: next(i for i, each in enumerate(all_) if each is mark)][::-1]
+
+    def _load_before(self, mark: Mark) -> Mark | None:
+        return next((m for m in self._before(mark) if m.fields.get("direction") == "load"), None)
+
+    def _earlier(self, mark: Mark, which: str) -> Iterator[str]:
+        """Which earlier load brought what this one brings."""
+        content = mark.fields.get(which)
+        for each in self._before(mark)[1:]:
+            if content is not None and content in (
+                each.fields.get("source"),
+                each.fields.get("destination"),
+            ):
+                yield f"it is what it held after op {each.seq}"
+                return
+
+    @cached_property
+    def _values(self) -> dict[tuple[str, int], int]:
+        """(name, last op before it) -> the value that a load put into a module."""
+        return {
+            (leaf.name, leaf.seq): leaf.value for leaf in self.trace.leaves if leaf.when == "gather"
+        }
+
+    def _writers(self, load: Mark | None, until: Mark) -> list[Op]:
+        """The ops that wrote what a load brought, up to another mark."""
+        value = None if load is None else self._values.get((_name(load), load.seq))
+        if load is None or value is None:
+            return []
+        trace = self.trace
+        start, end = np.searchsorted(trace.ops.seq, [load.seq, until.seq], side="right")
+        storage = trace.values.storage
+        found = []
+        for index in range(int(start), int(end)):
+            op = trace.op(index)
+            if any(storage[v] == storage[value] for v in op.outputs[: op.mutated]):
+                found.append(op)
+        return found
+
+
+_WRITE_UNSEEN: Final = (
+    "Look for a write that the dispatcher cannot see: another thread, a copy that nobody waited for, numpy, .data,"
+    " a custom kernel. Wait for it before the tensor is moved."
+)
+
+
+def _slot(mark: Mark) -> tuple[str, int | None]:
+    return str(mark.fields.get("library")), mark.fields.get("slot")
+
+
+def _name(mark: Mark) -> str:
+    """The first parameter that is wrong, else the first that was moved."""
+    for part in mark.fields.get("mismatch") or ():
+        return str(part.get("parameter"))
+    for part in mark.fields.get("parameters") or ():
+        return str(part[0])
+    return "a tensor"
+
+
+def _module(mark: Mark) -> str:
+    return str(mark.fields.get("unit") or "the root module")
+
+
+def _move(mark: Mark) -> str:
+    fields = mark.fields
+    nth = f" {fields['nth']}" if isinstance(fields.get("nth"), int) else ""
+    others = len(fields.get("parameters") or ()) - 1
+    more = f" and {others} more" if others > 0 else ""
+    size = f", {fields['bytes']:,} bytes" if isinstance(fields.get("bytes"), int) else ""
+    return (
+        f"{fields.get('library', 'a library')}, {fields.get('direction')}{nth} of {_name(mark)}{more} from"
+        f" {fields.get('source_device')} to {fields.get('destination_device')}{size},"
+        f" after op {mark.seq}"
+    )
+
+
+def _digests(mark: Mark, first: str, second: str) -> Iterator[str]:
+    if mark.fields.get(first) is not None and mark.fields.get(second) is not None:
+        yield (
+            f"the digest of the {first} is {_raw(mark.fields[first])}, that of the {second}"
+            f" {_raw(mark.fields[second])}"
+        )
+
+
+def _raw(digest: Any) -> str:
+    return str(digest.get("raw")) if isinstance(digest, Mapping) else "unknown"
+
+
+def _where(mark: Mark) -> Iterator[str]:
+    for part in (mark.fields.get("mismatch") or ())[:_LISTED]:
+        offset, length = part.get("offset"), part.get("numel")
+        differing = part.get("differing", length)
+        zeros = ", all of them zero" if part.get("zeros") else ""
+        if differing == 1:
+            yield f"{part.get('parameter')}: element {offset:,} differs{zeros}"
+        else:
+            yield (
+                f"{part.get('parameter')}: {differing:,} elements differ, from {offset:,} to"
+                f" {offset + length - 1:,}{zeros}"
+            )
+
+
+def _located(before: Any, after: Any) -> Iterator[str]:
+    """The one element that changed, where two digests tell it."""
+    if not (isinstance(before, Mapping) and isinstance(after, Mapping)):
+        return
+    if (before["n"], before["code"]) != (after["n"], after["code"]):
+        return
+    width = Code(after["code"]).bytes
+    change = tfp1.locate_single_change(
+        int(before["raw"], 16), int(after["raw"], 16), tfp1.digits(after["n"], width), width
+    )
+    if change is not None:
+        yield f"one element differs: {change.index:,} of {after['n']:,}"
+
+
+def _written(writers: list[Op]) -> list[str]:
+    lines = []
+    for op in writers[:_LISTED]:
+        where = f", {op.source}" if op.source is not None else ""
+        lines.append(f"{op.name} (op {op.seq}{where}) wrote it")
+    return lines
