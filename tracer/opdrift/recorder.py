@@ -29,6 +29,7 @@ from opdrift.fingerprint.devices import Devices
 from opdrift.fingerprint.engine import load_engine
 from opdrift.fingerprint.tensors import WITHOUT_CONTENT
 from opdrift.imports import watch_imports
+from opdrift.kernels.windows import watch_devices
 from opdrift.mode import RecordingMode
 from opdrift.naming import Naming
 from opdrift.neutral import around_compilation, around_generated_code, dispatch_keys, silent
@@ -250,10 +251,21 @@ class Recorder:
         self._scopes.on()
         self._stack.callback(self._spool.stop)
         self._spool.start()
+        if self._options.kernels == "full":
+            self._guarded("kernel names", self._watch_devices)
         self._values.rereading.opened = now()
         # what was named goes to disk with the first ops; a flush of its own takes two milliseconds
         self._owner.due = now() + FLUSH_NS
         self._mode.__enter__()  # type: ignore[no-untyped-call]
+
+    def _watch_devices(self) -> None:
+        windows = watch_devices(
+            partial(self._spool.mark, self._owner, "kernels"), failed=self._failed
+        )
+        if windows is not None:
+            self._stack.callback(windows.close)
+            windows.attach()
+            self._mode.watches += (windows,)
 
     def _wanted_imports(self) -> dict[str, Callable[[], None]]:
         """What to do once a library is loaded: attach its integration; keep out of dynamo's way."""
