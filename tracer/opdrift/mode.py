@@ -333,9 +333,9 @@ class RecordingMode(TorchDispatchMode):
         self, seq: int, plan: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         """Run an op while others look on."""
-        for watch in self.watches:
-            watch.begin(seq)
         try:
+            for watch in self.watches:
+                watch.begin(seq, plan.name)
             return run(plan, args, kwargs, self._keys)
         finally:
             for watch in reversed(self.watches):

@@ -29,7 +29,7 @@ from opdrift.fingerprint.devices import Devices
 from opdrift.fingerprint.engine import load_engine
 from opdrift.fingerprint.tensors import WITHOUT_CONTENT
 from opdrift.imports import watch_imports
-from opdrift.kernels.windows import watch_devices
+from opdrift.kernels.full import watching
 from opdrift.mode import RecordingMode
 from opdrift.naming import Naming
 from opdrift.neutral import around_compilation, around_generated_code, dispatch_keys, silent
@@ -88,8 +88,8 @@ def record(
             reads contents twice.
         integrations: "auto" attaches those whose library the program has imported (also later, while it
             is recorded); or names; or `()` for none.
-        kernels: How much to find out about kernels: "auto" what is free, "full" more at a cost (not there
-            yet: it is logged, and recorded as "auto"), "off".
+        kernels: How much to find out about kernels: "auto" what is free, "full" also what oneDNN and MKL say of
+            each op on a CPU (implementation, sizes, threads), which makes ops slower, "off".
         integrity: How often leaves are read again at use to find writes that no op made: "auto" within
             1.5 % of the run's time, "full" at every use, and what ops made on the CPU as well, "off".
         label: A name for the run, shown in reports.
@@ -128,6 +128,8 @@ class Recorder:
         self._unrecorded: set[int] = set()
         #: devices without a kernel, as notes
         self._slow_devices: list[str] = []
+        #: why kernels were not watched although that was asked for, as notes
+        self._unwatched: list[str] = []
 
     # ---- life cycle ------------------------------------------------------------------------------------
 
@@ -200,10 +202,6 @@ class Recorder:
             batches=self._batches,
         )
         self._mode.use_keys(dispatch_keys())
-        if self._options.kernels == "full":
-            log.warning(
-                "kernels='full' is not there yet: kernels are named by rule, as with 'auto'."
-            )
 
     def _follow_batch(self) -> Batches | None:
         """What follows the batch; None where nobody asked, or where one sample without lengths is the batch."""
@@ -252,20 +250,19 @@ class Recorder:
         self._stack.callback(self._spool.stop)
         self._spool.start()
         if self._options.kernels == "full":
-            self._guarded("kernel names", self._watch_devices)
+            self._guarded("kernels", self._watch_kernels)
         self._values.rereading.opened = now()
         # what was named goes to disk with the first ops; a flush of its own takes two milliseconds
         self._owner.due = now() + FLUSH_NS
         self._mode.__enter__()  # type: ignore[no-untyped-call]
 
-    def _watch_devices(self) -> None:
-        windows = watch_devices(
-            partial(self._spool.mark, self._owner, "kernels"), failed=self._failed
+    def _watch_kernels(self) -> None:
+        watches = watching(
+            partial(self._spool.mark, self._owner, "kernels"),
+            stopped=self._kernels_unwatched,
+            failed=self._failed,
         )
-        if windows is not None:
-            self._stack.callback(windows.close)
-            windows.attach()
-            self._mode.watches += (windows,)
+        self._mode.watches = self._stack.enter_context(watches)
 
     def _wanted_imports(self) -> dict[str, Callable[[], None]]:
         """What to do once a library is loaded: attach its integration; keep out of dynamo's way."""
@@ -355,6 +352,18 @@ class Recorder:
                 "; ".join(why),
             )
 
+    def _kernels_unwatched(self, why: str) -> None:
+        """Kernels are not watched, or not any more; said once for each reason."""
+        note = f"which kernels ran was not observed: {why}"
+        if note in self._unwatched:
+            return
+        self._unwatched.append(note)
+        log.warning(
+            "opdrift does not see which kernels ran: %s. They are named by rule, as with kernels='auto'. The run is not"
+            " affected.",
+            why,
+        )
+
     def _stopped(self) -> None:
         self._mode.recording = False
 
@@ -363,7 +372,7 @@ class Recorder:
             f"{count} contents were not fingerprinted: {reason}"
             for reason, count in self._values.skipped.items()
         ]
-        notes += self._slow_devices
+        notes += self._slow_devices + self._unwatched
         if self._batches is not None:
             notes += self._batches.notes()
         if self._unrecorded:

@@ -8,11 +8,16 @@ from typing import Protocol
 class Watch(Protocol):
     """Something that looks at what happens while an op runs.
 
-    Both methods are called on the op's own thread, `end` also after an op that raised, and neither ever raises.
+    Both methods are called on the op's own thread, and neither ever raises. `end` is called whatever happened: the op
+    raised, or an interrupt came before `begin`.
     """
 
-    def begin(self, seq: int) -> None:
-        """The op with this number runs next."""
+    def begin(self, seq: int, name: str, /) -> None:
+        """The op with this number and name (`aten.mm.default`) runs next."""
 
-    def end(self, seq: int) -> None:
+    def end(self, seq: int, /) -> None:
         """It has returned, or raised."""
+
+
+class CannotWatchError(Exception):
+    """Ops cannot be watched, and why: told in the trace and the log, never to the program."""

@@ -136,8 +136,8 @@ class Windows:
             self._off = True
             self._refuse("another recorder of this process records them, and there can be only one")
 
-    def begin(self, seq: int) -> None:
-        """The op with this number runs next on this thread."""
+    def begin(self, seq: int, name: str = "", /) -> None:
+        """The op with this number runs next on this thread, whatever its name."""
         annotation = None
         try:
             if self._is_ours() and self._enter(seq):
