@@ -16,8 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 import opdrift
-from opdrift import recorder
-from opdrift.kernels import profilers
+from opdrift.kernels import full, profilers
 from opdrift.kernels.kineto import Event, read_event
 from opdrift.kernels.observed import ObservedOps
 from opdrift.kernels.windows import Windows
@@ -366,7 +365,7 @@ def host_is_profiled(monkeypatch: pytest.MonkeyPatch) -> None:
         observed = ObservedOps("profiler", write_mark)
         return Windows(observed, Host(), failed=failed, read=with_kernels, size=16)
 
-    monkeypatch.setattr(recorder, "watch_devices", watch)
+    monkeypatch.setattr(full, "watch_devices", watch)
 
 
 def step(model: torch.nn.Module, x: torch.Tensor) -> list[torch.Tensor]:

@@ -247,8 +247,8 @@ def _refuse_variables() -> None:
 
 def _setters() -> dict[str, Callable[[int], Any]]:
     module = getattr(torch._C, "_verbose", None)
-    found = {name: getattr(module, name, None) for name in _SETTERS}
-    if not all(found.values()):
+    found = {name: f for name in _SETTERS if (f := getattr(module, name, None)) is not None}
+    if len(found) < len(_SETTERS):
         raise CannotWatchError(
             f"this torch {torch.__version__} cannot make the CPU's libraries verbose"
         )
