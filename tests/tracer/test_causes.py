@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from opdrift.causes import CAUSES
 from opdrift.causes.evidence import some
@@ -640,6 +642,88 @@ def test_an_op_on_torchs_list_is_called_nondeterministic():
     assert (found.slug, found.confidence) == ("nondeterministic-op", "certain")
     assert says(found, "torch's list", "threads")
     assert "use_deterministic_algorithms" in found.try_
+
+
+def test_an_op_on_torchs_list_is_not_called_so_where_deterministic_algorithms_were_on():
+    """Switched on during the run, before the op: the header alone does not tell."""
+
+    def body(change: str) -> Run:
+        def inner(build: Builder) -> int:
+            x, i = build.leaf("x", kind="input"), build.leaf("i", kind="input")
+            build.mark("flags", deterministic_algorithms=[False, True])
+            return build.op("index_put", x, i, change=change)  # type: ignore[arg-type]
+
+        return inner
+
+    started = {"num_threads": 4, "deterministic_algorithms": False}
+
+    found = cause(run(body(""), flags=started), run(body("~"), flags=started))
+
+    assert found.slug != "nondeterministic-op"
+
+
+def test_torchs_list_of_nondeterministic_ops_is_known_whole():
+    """As its documentation has it; a torch that adds one makes this fail."""
+    text = torch.use_deterministic_algorithms.__doc__ or ""
+    listed = text[text.index("The following normally-nondet") : text.index("In addition, several")]
+    names = {
+        name.rpartition(".")[2].rstrip("_") for name in re.findall(r"`(torch\.[\w.]+)`", listed)
+    }
+    ours = {
+        **{
+            name: name for name in ["bmm", "index_put", "put", "index_add", "index_copy", "scatter"]
+        },
+        **{
+            name: name
+            for name in ["scatter_reduce", "histc", "bincount", "median", "cumsum", "scatter_add"]
+        },
+        **{f"Conv{d}d": "convolution" for d in (1, 2, 3)},
+        **{f"ConvTranspose{d}d": "convolution" for d in (1, 2, 3)},
+        **{f"ReplicationPad{d}d": f"replication_pad{d}d_backward" for d in (1, 2, 3)},
+        **{f"ReflectionPad{d}d": f"reflection_pad{d}d_backward" for d in (1, 2, 3)},
+        **{f"AdaptiveAvgPool{d}d": f"_adaptive_avg_pool{d}d_backward" for d in (2, 3)},
+        **{f"FractionalMaxPool{d}d": f"fractional_max_pool{d}d_backward" for d in (2, 3)},
+        "AvgPool3d": "avg_pool3d_backward",
+        "AdaptiveMaxPool2d": "adaptive_max_pool2d_backward",
+        "MaxPool3d": "max_pool3d_with_indices_backward",
+        "MaxUnpool1d": "max_unpool2d",  # what it calls
+        "MaxUnpool2d": "max_unpool2d",
+        "MaxUnpool3d": "max_unpool3d",
+        "interpolate": "upsample_bilinear2d_backward",
+        "NLLLoss": "nll_loss2d_forward",
+        "CTCLoss": "_ctc_loss_backward",
+        "EmbeddingBag": "_embedding_bag_dense_backward",
+        "grid_sample": "grid_sampler_2d_backward",
+        "__getitem": "_index_put_impl_",  # backward, as the next three
+        "gather": "scatter_add",
+        "index_select": "index_add",
+        "repeat_interleave": "index_add",
+    }
+    no_result = {"resize", "RuntimeError"}  # memory that nothing has written: cause `uninitialised`
+
+    assert names - no_result == set(ours) - ({"bmm"} - names)
+    assert set(ours.values()) <= set(NONDETERMINISTIC)
+    assert all(hasattr(torch.ops.aten, name) for name in NONDETERMINISTIC)
+
+
+@pytest.mark.parametrize(
+    ("layout", "slug"), [("sparse", "nondeterministic-op"), ("dense", "rounding")]
+)
+def test_bmm_is_nondeterministic_only_where_an_operand_is_sparse(layout: str, slug: str):
+    """A sparse operand is two inputs in a trace: indices and values."""
+
+    def body(change: str) -> Run:
+        def inner(build: Builder) -> int:
+            parts = [
+                build.leaf(f"x{n}", kind="input") for n in range(3 if layout == "sparse" else 2)
+            ]
+            return build.op("bmm", *parts, change=change)  # type: ignore[arg-type]
+
+        return inner
+
+    found = cause(run(body(""), device="cuda:0"), run(body("~"), device="cuda:0"))
+
+    assert found.slug == slug
 
 
 def test_a_difference_beyond_rounding_with_nothing_else_is_the_kernels():

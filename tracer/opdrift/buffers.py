@@ -119,6 +119,7 @@ class ThreadBuffers:
         "seq",
         "source",
         "stack",
+        "switches",
         "value_count",
         "values",
     )
@@ -154,6 +155,8 @@ class ThreadBuffers:
         self.module: weakref.ref[Module] | None = None
         self.modules = 0
         self.stack: list[Place] = []
+        #: how what steers choices stood when the trace was last told (`choices.switches`)
+        self.switches: tuple[object, ...] = ()
 
     @property
     def pending(self) -> bool:

@@ -6,7 +6,7 @@ Those are locals of three functions (notes: kernels, 4), so nothing is put in fr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any, Final
 
@@ -19,6 +19,7 @@ from opdrift.records import MASK_GRAD, OPERAND_GRAD
 ADDS: Final = 1  #: whether what is added requires grad: it may be the mask of torch's math path
 PATHS: Final = 2  #: why not the fast path around it
 ATTENTION: Final = 3  #: that, switches that changed, and whether operands require grad
+STEERED: Final = 4  #: switches that changed, no more
 
 _PATHS: Final = frozenset(
     {"_softmax", "softmax", "_native_multi_head_attention", "_transformer_encoder_layer_fwd"}
@@ -44,18 +45,56 @@ _WORDS: Final = {
 #: that one below the function of the module around it (calls of modules with hooks are four frames).
 _NEAR: Final = 8
 _AROUND: Final = 16
-#: State of the process that steers the choice of attention, whatever the thread.
-_SWITCHES: Final = tuple(
-    getter
-    for name in (
-        "_get_flash_sdp_enabled",
-        "_get_mem_efficient_sdp_enabled",
-        "_get_math_sdp_enabled",
-        "_get_cudnn_sdp_enabled",
-        "_get_sdp_priority_order",
-        "_get_deterministic_algorithms",
-    )
-    if (getter := getattr(torch._C, name, None)) is not None
+#: Ops whose implementation follows from switches: products, layers that a library computes, and those of
+#: torch's list of nondeterministic ops that run on CPUs, too.
+_STEERED: Final = frozenset(
+    """
+    mm addmm bmm baddbmm mv addmv dot vdot linear matmul _int_mm _scaled_mm einsum
+    convolution convolution_overrideable convolution_backward conv1d conv2d conv3d
+    conv_transpose1d conv_transpose2d conv_transpose3d
+    lstm gru rnn_tanh rnn_relu mkldnn_rnn_layer _cudnn_rnn
+    index_put index_put_ _index_put_impl_ index_add index_add_ index_copy index_copy_
+    scatter scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_ put put_ cumsum
+    """.split()  # noqa: SIM905 (a literal would take a line a name)
+)
+#: State that steers choices, by getters of `torch._C` of which none raises. What reaches every op comes first.
+_FOR_ALL: Final = ("get_num_threads", "_get_deterministic_algorithms")
+_FOR_SOME: Final = (
+    "_get_flash_sdp_enabled",
+    "_get_mem_efficient_sdp_enabled",
+    "_get_math_sdp_enabled",
+    "_get_cudnn_sdp_enabled",
+    "_get_sdp_priority_order",
+    "_get_math_sdp_allow_fp16_bf16_reduction",
+    "_get_mkldnn_enabled",
+    "_get_mkldnn_deterministic",
+    "_get_nnpack_enabled",
+    "_get_cpu_allow_fp16_reduced_precision_reduction",
+    "_get_qengine",
+)
+_FOR_CUDA: Final = (
+    "_get_cudnn_enabled",
+    "_get_cudnn_benchmark",
+    "_get_cudnn_deterministic",
+    "_get_cublas_allow_fp16_reduced_precision_reduction",
+    "_get_cublas_allow_bf16_reduced_precision_reduction",
+)
+_precision: Final = getattr(torch._C, "_get_fp32_precision_getter", None)
+_PRECISIONS: Final = (
+    ("mkldnn", "matmul"),
+    *((("cuda", "matmul"), ("cuda", "conv")) if torch.backends.cuda.is_built() else ()),
+)
+
+
+def _getters(*names: str) -> tuple[Callable[[], object], ...]:
+    """Those of the getters that this torch has."""
+    found = [getattr(torch._C, name, None) for name in names]
+    return tuple([getter for getter in found if getter is not None])
+
+
+_general: Final = _getters(*_FOR_ALL)
+_switches: Final = _getters(
+    *_FOR_ALL, *_FOR_SOME, *(_FOR_CUDA if torch.backends.cuda.is_built() else ())
 )
 
 
@@ -65,13 +104,23 @@ def what_to_ask(name: str, overload: str) -> int:
         return ADDS if overload == "Tensor" else 0
     if name in _PATHS:
         return PATHS
+    if name in _STEERED:
+        return STEERED
     fused = name.startswith("_scaled_dot_product_") and not name.endswith("_backward")
     return ATTENTION if fused or name in _ATTENTION else 0
 
 
 def switches() -> tuple[object, ...]:
-    """The switches of attention as they are now; 0.5 us."""
-    return tuple([getter() for getter in _SWITCHES])
+    """What steers choices, as it is now in this thread; 0.7 us on a CPU."""
+    found = [getter() for getter in _switches]
+    if _precision is not None:
+        found += [_precision(*names) for names in _PRECISIONS]
+    return tuple(found)
+
+
+def general_switches() -> tuple[object, ...]:
+    """The first of `switches`, those that reach every op; 0.1 us."""
+    return tuple([getter() for getter in _general])
 
 
 def added_requires_grad(args: tuple[Any, ...]) -> int:

@@ -126,7 +126,8 @@ _CONFIG_LINES: Final = {
 class Flags:
     """Process and thread settings that steer numerics; the getters are looked up once.
 
-    `snapshot` reads all of them (20 us), `changed` those that programs toggle often (5 us).
+    `snapshot` reads all of them (20 us), `changed` those that programs toggle often and that steer what is
+    computed (7 us).
     """
 
     #: Read by `changed`: thread modes that many programs toggle, and the switches of attention.
@@ -158,7 +159,14 @@ class Flags:
         "mha.fastpath",
         "mkldnn.deterministic",
         "sdp.priority",
+        "sdp.math_reduced_precision",
         "cuda.capability",
+        "cuda.matmul.allow_fp16_reduced_precision_reduction",
+        "cuda.matmul.allow_bf16_reduced_precision_reduction",
+        "cpu.allow_fp16_reduced_precision_reduction",
+        "fp32_precision.cuda.conv",
+        "nnpack.enabled",
+        "quantized.engine",
     )
 
     def __init__(self) -> None:
@@ -167,10 +175,18 @@ class Flags:
         self._often_readers = tuple(self._often.values())
         self._above = tuple([name.startswith("autocast.") for name in self._often])
         self._last = threading.local()
+        self._snapshot: dict[str, Any] = {}
 
     def snapshot(self) -> dict[str, Any]:
         """Every setting as JSON types; `unreadable: RuntimeError` where its getter raised."""
-        return {name: _read(reader) for name, reader in self._readers.items()}
+        self._snapshot = {name: _read(reader) for name, reader in self._readers.items()}
+        return dict(self._snapshot)
+
+    def changed_since_snapshot(self) -> dict[str, tuple[Any, Any]]:
+        """What changed, among all that `changed` does not look at, since the last snapshot: name -> (old, new)."""
+        seldom = [name for name in self._snapshot if name not in self._often]
+        both = [(name, self._snapshot[name], _read(self._readers[name])) for name in seldom]
+        return {name: (old, new) for name, old, new in both if old != new}
 
     def changed(self, *, in_op: bool = False) -> dict[str, tuple[Any, Any]]:
         """What changed in this thread, among `OFTEN`, since its last call: name -> (old, new).
@@ -202,6 +218,16 @@ def snapshot() -> dict[str, Any]:
 def variables() -> dict[str, str]:
     """The environment variables of `VARIABLES` that are set."""
     return {name: os.environ[name] for name in VARIABLES if name in os.environ}
+
+
+def changed_variables(before: Mapping[str, str]) -> dict[str, tuple[str | None, str | None]]:
+    """What the program set or deleted since `before` was read: name -> (old, new), None for unset."""
+    now = variables()
+    return {
+        name: (before.get(name), now.get(name))
+        for name in VARIABLES
+        if before.get(name) != now.get(name)
+    }
 
 
 def versions() -> dict[str, str]:

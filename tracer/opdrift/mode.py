@@ -25,7 +25,9 @@ from opdrift.buffers import IDS, MANY_IDS, OP, OP_BYTES, OPS, PACK_IDS
 from opdrift.choices import (
     ADDS,
     ATTENTION,
+    STEERED,
     added_requires_grad,
+    general_switches,
     operands_require_grad,
     switches,
     why_not_fast,
@@ -137,7 +139,6 @@ class RecordingMode(TorchDispatchMode):
         self._seeds = Seeds()
         #: module path -> why torch.nn did not take its fast path there when it was last called
         self._fast_paths: dict[str, Mapping[str, str]] = {}
-        self._switches: tuple[object, ...] = ()
         self._keys: DispatchKeys | None = None
         #: whether anything is still written; False after a fork or when the disk failed
         self.recording = True
@@ -244,6 +245,8 @@ class RecordingMode(TorchDispatchMode):
                 signature = self._signature(plan, signature_key, args, kwargs or _NO_ARGUMENTS)
             if plan.asks == ADDS:
                 flags |= added_requires_grad(args)
+            elif plan.asks == STEERED:
+                self.look_at_switches(t)
             elif plan.asks:
                 flags |= self._ask(t, plan, args, kwargs or _NO_ARGUMENTS, frame)
             node = current_node()
@@ -358,15 +361,21 @@ class RecordingMode(TorchDispatchMode):
             self._write_mark(t, "fast-path", words)
         if plan.asks != ATTENTION:
             return 0
-        found = switches()
-        if found != self._switches:  # at a line that is known, else it had been noticed
-            self._switches = found
-            self._sources.on_new_line()
+        self.look_at_switches(t)
         return operands_require_grad(args, kwargs)
 
-    def note_switches(self) -> None:
-        """The trace has been told how the switches of attention stand now."""
-        self._switches = switches()
+    def look_at_switches(self, t: ThreadBuffers) -> None:
+        """Notice a switch that changed at a line that is known, where nobody looks at flags."""
+        found = switches()
+        if found != t.switches:
+            t.switches = found
+            self._sources.on_new_line()
+
+    def look_at_general_switches(self, t: ThreadBuffers) -> None:
+        """As `look_at_switches`, for the few that reach every op: at a module's call."""
+        found = general_switches()
+        if found != t.switches[: len(found)]:
+            self.look_at_switches(t)
 
     def _random_state(
         self, t: ThreadBuffers, args: tuple[Any, ...], kwargs: Mapping[str, Any]

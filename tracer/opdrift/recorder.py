@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from opdrift import environment
 from opdrift.batches.tracking import Batches
+from opdrift.choices import switches
 from opdrift.errors import InvalidOptionError, RecorderStateError
 from opdrift.fingerprint.devices import Devices
 from opdrift.fingerprint.engine import load_engine
@@ -155,6 +156,7 @@ class Recorder:
 
     def _prepare(self, folder: Path, rank: int | None, world_size: int | None) -> None:
         self._flags = environment.Flags()
+        self._variables = environment.variables()
         self._writer = TraceWriter(folder, self._header(rank, world_size))
         self._flags.changed()
         self._spool = spool = Spool(
@@ -182,15 +184,6 @@ class Recorder:
         self._naming = Naming(self._values, write_mark=spool.mark, write_leaf=spool.leaf)
         self._sources = Sources(spool.name)
         self._sources.on_new_line = self._note_flags_here
-        self._scopes = Scopes(
-            self._here,
-            self._sources,
-            write_name=spool.name,
-            flush=spool.flush,
-            failed=self._failed,
-            on_root=self._root_called,
-            on_root_done=self._root_returned,
-        )
         self._mode = RecordingMode(
             self._values,
             self._sources,
@@ -202,6 +195,16 @@ class Recorder:
             batches=self._batches,
         )
         self._mode.use_keys(dispatch_keys())
+        self._scopes = Scopes(
+            self._here,
+            self._sources,
+            write_name=spool.name,
+            flush=spool.flush,
+            failed=self._failed,
+            on_root=self._root_called,
+            on_call=self._mode.look_at_general_switches,
+            on_root_done=self._root_returned,
+        )
 
     def _follow_batch(self) -> Batches | None:
         """What follows the batch; None where nobody asked, or where one sample without lengths is the batch."""
@@ -522,12 +525,23 @@ class Recorder:
         changed = self._flags.changed(in_op=in_op)
         if changed:
             self._spool.mark(t, "flags", {name: list(pair) for name, pair in changed.items()})
-            self._mode.note_switches()
+            t.switches = switches()
+
+    def _note_seldom_changes(self, t: ThreadBuffers) -> None:
+        """Flags that nobody looked at during the run, and variables, that changed at some time in it."""
+        for kind, changed in (
+            ("flags", self._flags.changed_since_snapshot()),
+            ("variables", environment.changed_variables(self._variables)),
+        ):
+            if changed:
+                fields = {name: list(pair) for name, pair in changed.items()}
+                self._spool.mark(t, kind, fields)
 
     def _name_rest(self) -> None:
         t = self._spool.thread()
         t.call, t.path = 0, ""
         self._note_changed_flags(t)
+        self._note_seldom_changes(t)
         self._naming.rest(t)
 
     # ---- integrations --------------------------------------------------------------------------------------
@@ -621,7 +635,7 @@ class Recorder:
                 **self._flags.snapshot(),
                 **{f"seed.{name}": value for name, value in seeds.items()},
             },
-            "variables": environment.variables(),
+            "variables": self._variables,
             "versions": environment.versions(),
             "options": self._options.described(),
             "engine": self._engine.name,

@@ -122,6 +122,7 @@ class Scopes:
         write_name: Callable[[str, int, str], None],
         flush: Callable[[ThreadBuffers], None],
         failed: Callable[[str, BaseException], None],
+        on_call: Callable[[ThreadBuffers], None],
         on_root: Callable[[ThreadBuffers, Module, tuple[Any, ...], Mapping[str, Any]], None],
         on_root_done: Callable[[ThreadBuffers, Module, int, Any], None],
     ) -> None:
@@ -130,6 +131,7 @@ class Scopes:
         self._write_name = write_name
         self._flush = flush
         self._failed = failed
+        self._on_call = on_call
         self._on_root = on_root
         self._on_root_done = on_root_done
         self._known: dict[int, _Known] = {}
@@ -240,6 +242,8 @@ class Scopes:
             elif known.path == t.path and known.ref is not t.module:
                 t.module = known.ref  # what a wrapper wraps runs in the wrapper's call
                 return
+            else:
+                self._on_call(t)
             t.call = self._open(t, known.id, known.path, module.training, line)
             t.source, t.path, t.module = line, known.path, known.ref
         except Exception as error:

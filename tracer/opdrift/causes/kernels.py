@@ -7,7 +7,7 @@ from typing import Final
 from opdrift.case import Side
 from opdrift.causes.evidence import SIDES, Evidence, cause, op_names, scope, some
 from opdrift.causes.likeness import likeness
-from opdrift.causes.nondeterministic import NONDETERMINISTIC
+from opdrift.causes.nondeterministic import NONDETERMINISTIC, SPARSE
 from opdrift.causes.picked import (
     FUSED,
     PADDED,
@@ -40,8 +40,12 @@ def nondeterministic_op(e: Evidence) -> Cause | None:
     device = e.case.left.trace.meta(value).device.partition(":")[0] if value is not None else "cpu"
     if known is None or device not in known[0].split():
         return None
+    if known[1] == SPARSE and len(e.case.left.trace.ops.inputs[op.left]) < 3:
+        return None
     if any(
-        side.trace.header.flags.get("deterministic_algorithms") is True for _, side, _ in e.sides
+        side.settings.before(side.seq(i))("deterministic_algorithms", None) is True
+        for _, side, i in e.sides
+        if i is not None
     ):
         return None
     condition = f" ({known[1]})" if known[1] else ""

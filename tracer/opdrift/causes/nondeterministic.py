@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+#: Only with a sparse operand, which takes two inputs or more in a trace.
+SPARSE: Final = "sparse times dense"
 #: Aten op -> devices, and when. From the documentation of `torch.use_deterministic_algorithms` in torch
 #: 2.13 (torch/__init__.py), checked against its op list (notes: kernels, flags.py).
 NONDETERMINISTIC: Final[dict[str, tuple[str, str]]] = {
@@ -17,7 +19,7 @@ NONDETERMINISTIC: Final[dict[str, tuple[str, str]]] = {
     "index_put": ("cpu cuda", "with repeated indices, or accumulate=True on cpu"),
     "index_put_": ("cpu cuda", "with repeated indices, or accumulate=True on cpu"),
     "_index_put_impl_": ("cpu cuda", "also the backward of indexing by tensors"),
-    "put_": ("cpu", "accumulate=True"),
+    "put_": ("cpu cuda", "with repeated indices"),
     "scatter_add": ("cuda", ""),
     "scatter_add_": ("cuda", "also the backward of gather"),
     "index_add": ("cuda", ""),
@@ -26,8 +28,8 @@ NONDETERMINISTIC: Final[dict[str, tuple[str, str]]] = {
     "index_copy_": ("cpu cuda", ""),
     "scatter": ("cuda", "from a tensor"),
     "scatter_": ("cuda", "from a tensor"),
-    "scatter_reduce": ("cuda", "sum or mean"),
-    "scatter_reduce_": ("cuda", "sum or mean"),
+    "scatter_reduce": ("cuda", "sum, mean or prod"),
+    "scatter_reduce_": ("cuda", "sum, mean or prod"),
     "max_pool3d_with_indices_backward": ("cuda", ""),
     "avg_pool3d_backward": ("cuda", ""),
     "_adaptive_avg_pool2d_backward": ("cuda", ""),
@@ -51,7 +53,7 @@ NONDETERMINISTIC: Final[dict[str, tuple[str, str]]] = {
     "_ctc_loss_backward": ("cuda", ""),
     "_cudnn_ctc_loss": ("cuda", ""),
     "_embedding_bag_dense_backward": ("cuda", "mode='max'"),
-    "put": ("cpu cuda", "accumulate=False, or True on cuda"),
+    "put": ("cpu cuda", "with repeated indices"),
     "histc": ("cuda", ""),
     "bincount": ("cuda", "with weights"),
     "median": ("cuda", "with indices"),
@@ -60,6 +62,8 @@ NONDETERMINISTIC: Final[dict[str, tuple[str, str]]] = {
     "grid_sampler_2d_backward": ("cuda", ""),
     "grid_sampler_3d_backward": ("cuda", ""),
     "cumsum": ("cuda", "floating point"),
+    "cumsum_": ("cuda", "floating point"),
+    "bmm": ("cuda", SPARSE),
     # not on torch's list, and atomic in the same way
     "embedding_dense_backward": (
         "cuda",
