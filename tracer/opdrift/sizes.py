@@ -189,13 +189,20 @@ def _whole_numbers(side: Side, value: int | None) -> bool:
 
 
 def same_kernel(case: Case, left: int, right: int) -> bool:
-    """Whether both sides are known to have run the same kernel on the same number of threads."""
+    """Whether both sides were seen to run the same kernels, on the same sizes and number of threads."""
     a, b = case.left.pick(left), case.right.pick(right)
-    if a is None or b is None or a.source not in ("verbose", "profiler"):
+    if (
+        a is None
+        or b is None
+        or not a.observed
+        or not {a.source, b.source} <= {"verbose", "profiler"}
+    ):
         return False
-    return (a.name, a.library) == (b.name, b.library) and threads(case.left, left) == threads(
-        case.right, right
-    )
+    return (a.name, a.library, sorted(a.observed)) == (
+        b.name,
+        b.library,
+        sorted(b.observed),
+    ) and threads(case.left, left) == threads(case.right, right)
 
 
 def threads(side: Side, op: int) -> object:

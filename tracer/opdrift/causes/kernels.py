@@ -12,6 +12,7 @@ from opdrift.causes.picked import (
     FUSED,
     PADDED,
     PIN_FAST_PATH,
+    calls_seen,
     choices,
     kernel_picks,
     other_sizes,
@@ -83,6 +84,7 @@ def rounding(e: Evidence) -> Cause | None:
         evidence += ran.evidence
     elif picks.left is not None and picks.right is not None:
         evidence.append(f"kernel: {told(picks.left)} in both")
+    evidence += calls_seen(e)
     compiled = _compiled_side(e)
     if compiled is not None:
         evidence.append(
@@ -189,6 +191,7 @@ def kernel(e: Evidence) -> Cause | None:
         return None
     evidence = [f"{name}: {side.place(op)}" for name, side, op in fused[:1]]
     evidence += ran.evidence if ran is not None else ()
+    evidence += calls_seen(e)
     evidence += _regions(e)
     modes = [side.trace.header.flags.get("grad_mode") for _, side, _ in e.sides]
     grads = [_grad_enabled(side, e.ops_of(n)) for n, (_, side, _) in enumerate(e.sides)]
@@ -245,6 +248,8 @@ def _other_result(e: Evidence) -> Cause | None:
     if drawing:
         evidence.append(f"the generator's state was the same, too: {states[0]:016x}")
     evidence += ran.evidence if ran is not None else ()
+    called = calls_seen(e)
+    evidence += called
     if len(devices) > 1:
         evidence.append(f"devices: {', '.join(sorted(devices))}")
     gap = e.size.difference
@@ -254,7 +259,7 @@ def _other_result(e: Evidence) -> Cause | None:
     name = e.case.left.name(op.left)
     return cause(
         "kernel",
-        "likely" if ran or len(devices) > 1 else "possible",
+        "likely" if ran or called or len(devices) > 1 else "possible",
         f"{name} in {scope(e.case.left.module(op.left))} computes something else from the same inputs"
         + (f": {ran.sentence}" if ran else ""),
         evidence,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Final
 
@@ -26,6 +27,8 @@ _PIN_PROGRAM: Final = (
 PIN_FAST_PATH: Final = "Pin the path on both sides: torch.backends.mha.set_fastpath_enabled(False)"
 PADDED: Final = " Padded rows are zeros on the fast path of nn.TransformerEncoder: compare valid positions only."
 _PIN_ONEDNN: Final = "Pin the library on both sides: torch.backends.mkldnn.flags(enabled=False), or the same batch size and dtype"
+#: Calls of a side that are quoted.
+_CALLS: Final = 4
 _SAME_SIZE: Final = (
     "Run both sides with the same batch size: which routine multiplies follows from the sizes"
 )
@@ -75,6 +78,21 @@ def choices(e: Evidence) -> Choices | None:
     )
 
 
+def calls_seen(e: Evidence) -> list[str]:
+    """What each side was seen to call, where that is not the same: other sizes, threads, instruction sets."""
+    picks = kernel_picks(e)
+    left, right = picks.left, picks.right
+    if left is None or right is None or not left.observed or not right.observed:
+        return []
+    if Counter(left.observed) == Counter(right.observed):
+        return []
+    return [
+        f"{label} called {'; '.join(p.observed[:_CALLS])}"
+        + (f"; and {len(p.observed) - _CALLS} others" if len(p.observed) > _CALLS else "")
+        for label, p in zip(SIDES, (left, right), strict=True)
+    ]
+
+
 def other_sizes(e: Evidence) -> str:
     """What is said of a product that has other sizes on each side; empty for other ops."""
     op = e.origin.op
@@ -98,6 +116,11 @@ def told(pick: Pick) -> str:
 
 
 def _same(left: Pick, right: Pick) -> bool:
+    if (left.source == "verbose") != (right.source == "verbose") and left.backend == right.backend:
+        # rules know MKL's routines by name, and nothing of what oneDNN has inside
+        return left.library == right.library and (
+            left.library != "MKL" or told(left) == told(right)
+        )
     if left.backend is not None or right.backend is not None:
         return (left.backend, left.library) == (right.backend, right.library)
     # a routine is named after its op, and compiled code calls `addmm.out`

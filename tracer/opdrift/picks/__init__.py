@@ -16,9 +16,11 @@ from opdrift.picks.attention import AttentionRegion, attention_regions
 from opdrift.picks.cpu import product_sizes, routine
 from opdrift.picks.fastpath import FUSED, FastPaths
 from opdrift.picks.names import named
+from opdrift.picks.observed import Observed, Seen, Source
 from opdrift.picks.sdpa_calls import SdpaCall, SdpaCalls, decisive
 from opdrift.picks.settings import Settings
 from opdrift.picks.values import Flow, base_name
+from opdrift.picks.verbose import counted, read_line, with_calls
 from opdrift.records import RAISED, Pick
 from opdrift.tracefile.reader import Trace
 
@@ -53,9 +55,22 @@ class Picks:
     def _fast_paths(self) -> FastPaths:
         return FastPaths(self._trace)
 
+    @cached_property
+    def _observed(self) -> Observed:
+        return Observed(self._trace)
+
     def of(self, index: int) -> Pick | None:
         """What the op at an index ran by itself; None where there is no choice or it is not known."""
         name = self._trace.op_info(int(self._trace.ops.signature[index])).name
+        chosen = self._by_rule(index, name)
+        seen = self.seen(index, "verbose")
+        return chosen if seen is None else with_calls(chosen, name, seen)
+
+    def seen(self, index: int, source: Source) -> Seen | None:
+        """What was observed of an op while it ran (`kernels="full"`); None if it was not watched."""
+        return self._observed.of(int(self._trace.ops.seq[index]), source)
+
+    def _by_rule(self, index: int, name: str) -> Pick | None:
         op = base_name(name)
         if op in FUSED:
             refused = self._fast_paths.refused(index)
@@ -71,7 +86,11 @@ class Picks:
         return routine(self._trace, index, self._settings)
 
     def of_region(self, region: AttentionRegion) -> Pick:
-        """What a region of several ops stands for."""
+        """What a region of several ops stands for, with what all of them called."""
+        lines = [n for op in region.ops if (s := self.seen(op, "verbose")) for n in s.names]
+        return replace(self._region_by_rule(region), observed=counted(map(read_line, lines)))
+
+    def _region_by_rule(self, region: AttentionRegion) -> Pick:
         if region.backend is None:
             refused = self._fast_paths.refused(region.softmax)
             reason = "attention written out in ops"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -304,12 +305,19 @@ def _kernels(first: Divergence) -> Iterator[Field]:
         and right is not None
         and (left.name, left.backend) == (right.name, right.backend)
     ):
-        yield Field("kernel", (f"same on both sides: {pick(left, op)}",))
+        lines = [f"same on both sides: {pick(left, op)}"]
+        if Counter(left.observed) == Counter(right.observed):
+            lines += ran(left)
+        else:
+            lines += [f"left {each}" for each in ran(left)]
+            lines += [f"right {each}" for each in ran(right)]
+        yield Field("kernel", tuple(lines))
         return
-    lines: list[str] = []
+    lines = []
     for word, chosen in zip(_SIDES, (left, right), strict=True):
         lines.append(f"{word} {pick(chosen, op) if chosen is not None else 'not known'}")
         if chosen is not None:
+            lines += [f"  {each}" for each in ran(chosen)]
             refused = {b: why for b, why in chosen.refused.items() if why != chosen.reason}
             lines += [
                 f"  not {name(backend)}: {readable(reason)}" for backend, reason in refused.items()
@@ -325,6 +333,12 @@ def pick(chosen: Pick, op: str | None = None) -> str:
     if chosen.library:
         parts.append(f"[{name(chosen.library)}]")
     return " ".join(parts) + (f": {readable(chosen.reason)}" if chosen.reason else "")
+
+
+def ran(chosen: Pick) -> list[str]:
+    """What was seen to run, a line a call; many are cut short."""
+    calls = [f"ran {readable(call)}" for call in chosen.observed]
+    return calls if len(calls) <= 4 else [*calls[:3], f"ran {len(calls) - 3} other calls"]
 
 
 def why(cause: Cause) -> Iterator[Field]:

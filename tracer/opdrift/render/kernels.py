@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from opdrift.picks import Picks
+from opdrift.picks.observed import Observed
 from opdrift.records import Pick
 from opdrift.render.page import Page, Screen
 from opdrift.render.words import cell, count, name, plural, readable
@@ -27,6 +28,7 @@ class KernelGroup:
         count: How many ops, or attentions of several ops.
         reasons: Why this one, and of how many it is said.
         refused: Likewise for each implementation that was refused.
+        observed: What libraries or the device said that they ran, and of how many.
     """
 
     module: str
@@ -37,6 +39,7 @@ class KernelGroup:
     count: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
     refused: dict[str, Counter[str]] = field(default_factory=dict)
+    observed: Counter[str] = field(default_factory=Counter)
 
     def add(self, path: str, chosen: Pick) -> None:
         """Count one more."""
@@ -46,6 +49,7 @@ class KernelGroup:
             self.reasons[chosen.reason] += 1
         for other, why in chosen.refused.items():
             self.refused.setdefault(other, Counter())[why] += 1
+        self.observed.update(chosen.observed)
 
 
 def kernel_groups(trace: Trace, picks: Mapping[int, Pick]) -> list[KernelGroup]:
@@ -86,12 +90,15 @@ def group_object(group: KernelGroup) -> dict[str, Any]:
         "first": group.first,
         "reasons": dict(group.reasons),
         "refused": {other: dict(why) for other, why in group.refused.items()},
+        "observed": dict(group.observed),
     }
 
 
 def kernel_report(trace: Trace, ops: Sequence[int], screen: Screen) -> str:
     """Which implementations ran in which modules, how often, and why not another."""
     page = Page(screen)
+    for why in Observed(trace).refused:
+        page.line(f"which kernels ran was not observed: {readable(why)}", "quiet", hang=2)
     groups = kernel_groups(trace, Picks(trace).among(ops))
     if not groups:
         page.line(
@@ -123,12 +130,20 @@ def _group(page: Page, group: KernelGroup) -> None:
     )
     for line in _counted(group.reasons.items(), group.count):
         page.line(line, "quiet", indent=6, hang=2)
+    calls = group.observed.items()
+    for line in _counted(calls, group.count, before="ran ", more="other calls"):
+        page.line(line, "quiet", indent=6, hang=2)
     for other, why in group.refused.items():
         for line in _counted(why.items(), group.count):
             page.line(f"not {name(other)}: {line}", "quiet", indent=6, hang=2)
 
 
-def _counted(reasons: Iterable[tuple[str, int]], total: int) -> list[str]:
+def _counted(
+    reasons: Iterable[tuple[str, int]], total: int, *, before: str = "", more: str = "other reasons"
+) -> list[str]:
     """Reasons, with how often each was given where not always; many of a kind are cut short."""
-    found = [f"{readable(why)} ({count(n)})" if n != total else readable(why) for why, n in reasons]
-    return found if len(found) <= 4 else [*found[:3], f"and {len(found) - 3} other reasons"]
+    found = [
+        f"{before}{readable(why)} ({count(n)})" if n != total else f"{before}{readable(why)}"
+        for why, n in reasons
+    ]
+    return found if len(found) <= 4 else [*found[:3], f"and {len(found) - 3} {more}"]

@@ -11,6 +11,7 @@ from typing import Final
 import numpy as np
 
 from opdrift.picks import Picks
+from opdrift.picks.observed import SOURCES
 from opdrift.records import Argument, Finding, Op, TensorArgument
 from opdrift.render import card
 from opdrift.render.finding_text import one_line
@@ -191,18 +192,30 @@ def one_op(trace: Trace, op: Op, screen: Screen) -> str:
     if words:
         page.field("flags", (", ".join(words),))
     page.field("ran", (f"{op.duration_ns / 1e3:,.1f} us on thread {op.thread}",))
-    chosen = Picks(trace).among([op.index]).get(op.index)
-    if chosen is not None:
-        page.field(
-            "kernel",
-            [
-                card.pick(chosen, op.name),
-                *(f"not {name(b)}: {readable(w)}" for b, w in chosen.refused.items()),
-            ],
-        )
+    kernel = _kernel(trace, op)
+    if kernel:
+        page.field("kernel", kernel)
     if op.rng:
         page.field("random", (f"generator state {op.rng:016x} before it",))
     return page.render()
+
+
+def _kernel(trace: Trace, op: Op) -> list[str]:
+    """What ran, what was seen of it, and what did not run and why."""
+    picks = Picks(trace)
+    chosen = picks.among([op.index]).get(op.index) or picks.of(op.index)
+    lines: list[str] = []
+    if chosen is not None:
+        lines.append(card.pick(chosen, op.name))
+        lines += [f"ran {readable(call)}" for call in chosen.observed]
+        lines += [f"not {name(b)}: {readable(w)}" for b, w in chosen.refused.items()]
+    for source in SOURCES:
+        seen = picks.seen(op.index, source)
+        if seen is not None and seen.ambiguous:
+            lines.append("other ops ran at the same time, so what was seen could be any of theirs")
+        elif seen is not None:
+            lines += [f"said, and not understood: {readable(text)}" for text in seen.raw]
+    return lines
 
 
 def _is_tensor(argument: Argument) -> bool:
