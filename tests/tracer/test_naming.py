@@ -88,6 +88,7 @@ def test_the_mark_of_a_model_tells_its_type_and_counts():
         "parameters": 2,
         "buffers": 4,
         "non_persistent": ["cache"],
+        "sharded": [],
     }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -11,9 +10,11 @@ import numpy.typing as npt
 
 from opdrift.moves import moves
 from opdrift.records import READ_UNINITIALISED, Cause, Finding, Leaf, Mark, TensorArgument
+from opdrift.steps import Steps
 from opdrift.tracefile.columns import Ints
 from opdrift.tracefile.fingerprints import Fingerprint
 from opdrift.tracefile.reader import Trace
+from opdrift.world.findings import world_findings
 
 #: Marks of integrations that say whether a content arrived as it was sent.
 _TRANSFERS: Final = frozenset({"gather", "use", "cast"})
@@ -26,6 +27,7 @@ def findings(traces: Iterable[Trace]) -> tuple[Finding, ...]:
     ranks = list(traces)
     found = [finding for trace in ranks for finding in _of_one(trace)]
     found += _gathers_across(ranks)
+    found += world_findings(ranks)
     return tuple(sorted(found, key=lambda f: (f.seq or 0, f.rank or 0)))
 
 
@@ -36,21 +38,6 @@ def _of_one(trace: Trace) -> Iterator[Finding]:
     yield from _nonfinite(trace, steps)
     yield from _transfers(trace, steps)
     yield from moves(trace, steps.at)
-
-
-class Steps:
-    """Which step of the program an op belongs to, from its "step" marks."""
-
-    def __init__(self, trace: Trace) -> None:
-        marks = [m for m in trace.marks if m.kind == "step"]
-        self._seqs = [m.seq for m in marks]
-        named = [m.fields.get("step") for m in marks]
-        self._numbers = [n if isinstance(n, int) else i for i, n in enumerate(named)]
-
-    def at(self, seq: int | None) -> int | None:
-        """The step of an op; None before the first step, or where the program marked none."""
-        position = 0 if seq is None else bisect_right(self._seqs, seq - 1)
-        return self._numbers[position - 1] if position else None
 
 
 # ---- hidden writes -----------------------------------------------------------------------------------

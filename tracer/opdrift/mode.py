@@ -32,9 +32,11 @@ from opdrift.choices import (
     switches,
     why_not_fast,
 )
+from opdrift.collectives import Collectives, takes_part
 from opdrift.memory import InFlight, Use, under_way
 from opdrift.neutral import (
     DispatchKeys,
+    Work,
     filled_parts,
     has_complex,
     hide_from_dynamo,
@@ -90,6 +92,7 @@ class RecordingMode(TorchDispatchMode):
         write_mark: Writes a mark: (thread buffers, kind, fields).
         flush: Empties a full buffer.
         failed: Notes a failure of the tracer itself.
+        collectives: Writes down collectives before they are issued.
         batches: Follows the batch, if the run was recorded with `batch=`.
     """
 
@@ -115,6 +118,7 @@ class RecordingMode(TorchDispatchMode):
         write_mark: Callable[[ThreadBuffers, str, Mapping[str, Any]], None],
         flush: Callable[[ThreadBuffers], None],
         failed: Callable[[str, BaseException], None],
+        collectives: Collectives,
         batches: Batches | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -128,6 +132,7 @@ class RecordingMode(TorchDispatchMode):
         self._write_mark = write_mark
         self._flush = flush
         self._failed = failed
+        self._collectives = collectives
         self._batches = batches
         self._plans: dict[int, Plan] = {}
         self._plain: frozenset[type] = PLAIN
@@ -271,8 +276,12 @@ class RecordingMode(TorchDispatchMode):
         started = now()
         try:
             if self.watches:
+                if plan.joins:
+                    self._announce(t, plan, args, kwargs or _NO_ARGUMENTS, frame)
                 out = self._watched(seq, plan, args, kwargs or _NO_ARGUMENTS)
             elif plan.repair or signature in self._complex:
+                if plan.joins:
+                    self._announce(t, plan, args, kwargs or _NO_ARGUMENTS, frame)
                 out = run(plan, args, kwargs or _NO_ARGUMENTS, self._keys)
             elif kwargs:
                 out = plan.call(*args, **kwargs)
@@ -384,6 +393,20 @@ class RecordingMode(TorchDispatchMode):
         if seeded is not None:
             self._write_mark(t, "seed", seeded)
         return digest_before(args, kwargs)
+
+    def _announce(
+        self,
+        t: ThreadBuffers,
+        plan: Plan,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        frame: FrameType,
+    ) -> None:
+        """Put a collective on disk before it is issued."""
+        try:
+            self._collectives.issue(t, plan, args, kwargs, frame)
+        except Exception as error:
+            self._failed(f"announcing {plan.name}", error)
 
     def _follow(
         self,
@@ -591,10 +614,11 @@ class RecordingMode(TorchDispatchMode):
         work = work_of(out)
         tensors = written_tensors(*use)
         if work is None or (use.plan.waits and is_synchronous(*use)):
-            if work is not None:
-                work.wait()
-            self._values.written(t, tensors, outputs)
-            return 0
+            if work is None or _waited(work):
+                self._values.written(t, tensors, outputs)
+                return 0
+            self._values.written(t, tensors, outputs, in_flight=InFlight(None, readable=False))
+            return PENDING | UNFINGERPRINTED
         readable = "reduce_scatter" not in use.plan.name and use.plan.waits
         self._values.written(t, tensors, outputs, in_flight=InFlight(work, readable=readable))
         return PENDING | UNFINGERPRINTED
@@ -618,7 +642,8 @@ class RecordingMode(TorchDispatchMode):
 
     def _plan(self, func: Any) -> Plan:
         plan = self._plans[id(func)] = Plan(func, len(self._plans) + 1)
-        plan.repair = needs_repair(plan)
+        plan.joins = takes_part(plan)
+        plan.repair = plan.joins or needs_repair(plan)
         self._write_name("op", plan.id, plan.describe())
         return plan
 
@@ -655,6 +680,15 @@ class RecordingMode(TorchDispatchMode):
         if isinstance(a, list | tuple):
             return [self._encode(item) for item in a]
         return encode(a)
+
+
+def _waited(work: Work) -> bool:
+    """Whether a collective came to a good end; what ended it the program is told when it waits itself."""
+    try:
+        work.wait()
+    except RuntimeError:
+        return False
+    return True
 
 
 def add_literal(key: list[Any], a: Any, kind: type) -> bool:

@@ -48,6 +48,7 @@ class Naming:
         """Name and fingerprint a model's parameters and buffers, and say in a mark what it is."""
         self._models[id(model)] = weakref.ref(model), prefix
         non_persistent: list[str] = []
+        sharded: list[str] = []
         own = cleaner(model)
         for path, module in model.named_modules():
             self._inside[id(module)] = weakref.ref(module)
@@ -59,6 +60,8 @@ class Naming:
             if any(owner.owns(tensor) for owner in self.owners):
                 continue
             self.tensor(t, tensor, _joined(prefix, own(path)), kind, "entry")
+            if _is_sharded(tensor):
+                sharded.append(_joined(prefix, own(path)))
             counts[kind] += 1
         fields = {
             "name": prefix,
@@ -67,6 +70,7 @@ class Naming:
             "parameters": counts["parameter"],
             "buffers": counts["buffer"],
             "non_persistent": sorted(non_persistent),
+            "sharded": sharded,
         }
         self._write_mark(t, "model", fields)
 
@@ -121,6 +125,15 @@ def _tensors(model: Module, *, remove_duplicate: bool) -> Iterator[tuple[str, st
         yield "parameter", path, parameter
     for path, buffer in model.named_buffers(remove_duplicate=remove_duplicate):
         yield "buffer", path, buffer
+
+
+def _is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether this rank holds a part of it: a DTensor that is not replicated, what torch's or fairscale's FSDP took."""
+    placements = getattr(tensor, "placements", ())
+    flags = ("_is_sharded", "_is_flat_param", "_fsdp_flattened")
+    return any(not placement.is_replicate() for placement in placements) or any(
+        getattr(tensor, flag, False) is True for flag in flags
+    )
 
 
 def _joined(*names: str) -> str:

@@ -109,6 +109,7 @@ LAYOUT_ONLY: Final = frozenset(
         "new_full",
         "is_same_size",
         "sym_size",
+        "barrier",  # it needs a tensor for its device only
     }
 )
 #: These copy between devices, and with `non_blocking` they return before the copy is done.
@@ -137,6 +138,7 @@ class Plan:
         bumps: Version counters of what it writes go up once the mode has returned.
         seeded: It may draw from a generator.
         collective: It is of c10d and returns a Work.
+        joins: It talks to other ranks and is announced before it runs (`collectives`).
         waits: Its Work may be waited for inside the mode if the program asked for a synchronous call.
         asks: What steers the choice of its implementation and has to be looked at (`choices`); 0 for nothing.
         async_index: Position of `async_op` in the schema, or None.
@@ -159,6 +161,7 @@ class Plan:
         "fresh",
         "func",
         "id",
+        "joins",
         "lists_written",
         "name",
         "overwrites",
@@ -183,6 +186,7 @@ class Plan:
         self.call: Callable[..., Any] = func._op if type(func) is OpOverload else func
         self.writes: tuple[tuple[int | None, str], ...] = ()
         self.quiet = self.fresh = self.rebinds = self.seeded = self.copies = False
+        self.joins = False
         self.collective = self.waits = self.lists_written = self.composite = self.scalar = False
         self.async_index: int | None = None
         self.repair = self.overwrites = self.scatters = self.bumps = self.deferred = False

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from opdrift import environment
 from opdrift.batches.tracking import Batches
 from opdrift.choices import switches
+from opdrift.collectives import Collectives
 from opdrift.errors import InvalidOptionError, RecorderStateError
 from opdrift.fingerprint.devices import Devices
 from opdrift.fingerprint.engine import load_engine
@@ -192,6 +193,7 @@ class Recorder:
             write_mark=spool.mark,
             flush=spool.flush,
             failed=self._failed,
+            collectives=Collectives(spool.announce, self._sources),
             batches=self._batches,
         )
         self._mode.use_keys(dispatch_keys())

@@ -100,6 +100,16 @@ class Sources:
             frame = frame.f_back
         return 0
 
+    def in_words(self, frame: FrameType | None) -> str | None:
+        """`file:line in function` of the first line outside libraries, of those that `find` has met."""
+        while frame is not None:
+            entry = self.codes.get(id(frame.f_code))
+            if entry is not None and entry.lines is not None:
+                code = frame.f_code
+                return f"{code.co_filename}:{frame.f_lineno} in {code.co_qualname}"
+            frame = frame.f_back
+        return None
+
     def of_module_call(self, depth: int, fallback: int) -> int:
         """The line that called the module whose forward hook is running, `depth` frames up."""
         frame: FrameType | None = sys._getframe(depth)

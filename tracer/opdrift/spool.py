@@ -21,6 +21,7 @@ from opdrift.tracefile.writer import fingerprint_columns
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from opdrift.tracefile.journal import MarkRow
     from opdrift.tracefile.writer import TraceWriter
 
 log = logging.getLogger("opdrift")
@@ -71,7 +72,7 @@ class Spool:
         self._numbers = itertools.count()
         self._names: deque[tuple[str, int, str]] = deque()
         self._leaves: deque[tuple[str, str, str, int, int, int]] = deque()
-        self._marks: deque[tuple[int, int, str, int, int, str]] = deque()
+        self._marks: deque[MarkRow] = deque()
         self._fingerprints: deque[npt.NDArray[np.void]] = deque()
         self._end = threading.Event()
         self._watchdog = threading.Thread(target=self._watch, name="opdrift watchdog", daemon=True)
@@ -99,7 +100,19 @@ class Spool:
 
     def mark(self, t: ThreadBuffers, kind: str, fields: Mapping[str, Any]) -> None:
         """Write a mark."""
-        self._marks.append((t.seq, now(), kind, t.call, t.index, json.dumps(fields)))
+        self._marks.append(_mark_row(t, kind, fields))
+
+    def announce(self, t: ThreadBuffers, kind: str, fields: Mapping[str, Any]) -> None:
+        """Write a mark that is on disk when this returns: what it announces may end the process."""
+        if not self.writing or not self.is_ours():
+            return
+        row = _mark_row(t, kind, fields)
+        with self._lock:
+            self._marks.append(row)
+            try:
+                self._writer.announce(row)
+            except OSError as error:
+                self._disk_failed(error)
 
     # ---- writing it --------------------------------------------------------------------------------
 
@@ -206,3 +219,7 @@ class Spool:
                 waiting = t.pending or self._marks or self._leaves
                 if waiting and now() > t.due:
                     self.flush(t, reset=False)
+
+
+def _mark_row(t: ThreadBuffers, kind: str, fields: Mapping[str, Any]) -> MarkRow:
+    return t.seq, now(), kind, t.call, t.index, json.dumps(fields)

@@ -36,7 +36,6 @@ from opdrift.diagnose.surroundings import (
     without_unused_seeds,
 )
 from opdrift.errors import IncomparableTracesError
-from opdrift.findings import Steps
 from opdrift.flow import made_from
 from opdrift.origins.effects import lost_from_sight
 from opdrift.origins.joints import narrowed
@@ -55,6 +54,7 @@ from opdrift.records import (
     Verdict,
 )
 from opdrift.sizes import Tolerance, measure, size_of
+from opdrift.steps import Steps
 from opdrift.tracefile.reader import Trace
 
 #: Origins whose way to the results is followed; each takes a walk through the run.

@@ -18,10 +18,11 @@ from typing import Any, Final, cast
 
 from opdrift.errors import InvalidOptionError
 from opdrift.testing.builder import Builder
+from opdrift.testing.collectives import collective
 from opdrift.testing.contents import Change
 from opdrift.tracefile.reader import Trace
 
-__all__ = ["Builder", "plant", "trace"]
+__all__ = ["Builder", "collective", "plant", "trace"]
 
 #: Ops of `trace()` words that take a parameter besides the chain.
 _WEIGHTED: Final = frozenset(["mm", "addmm", "embedding"])

@@ -120,6 +120,8 @@ class Builder:
         fingerprint: Kind of the fingerprints.
         complete: False leaves out the footer, as after a kill.
         exception: What the body of the `with` raised.
+        rank: Of a distributed run.
+        world_size: How many ranks such a run has.
     """
 
     def __init__(
@@ -134,6 +136,7 @@ class Builder:
         complete: bool = True,
         exception: str | None = None,
         rank: int | None = None,
+        world_size: int = 2,
     ) -> None:
         self._header = Header(
             schema=TRACE_SCHEMA,
@@ -143,7 +146,7 @@ class Builder:
             torch="2.13.0",
             device=device,
             rank=rank,
-            world_size=None if rank is None else 2,
+            world_size=None if rank is None else world_size,
             program=("hand",),
             flags={"num_threads": 1, **(flags or {})},
             variables=dict(variables or {}),

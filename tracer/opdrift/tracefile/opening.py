@@ -16,6 +16,7 @@ import pyarrow.ipc as ipc
 from opdrift.errors import DamagedTraceError, NotATraceError, TraceVersionError
 from opdrift.records import TRACE_SCHEMA, Footer, Header
 from opdrift.tracefile.columns import ints, ragged
+from opdrift.tracefile.journal import with_journal
 from opdrift.tracefile.reader import Trace
 from opdrift.tracefile.schema import CHECKS, FOOTER, HEADER, TABLES, checksum
 from opdrift.tracefile.stored import StoredRows, split
@@ -97,6 +98,8 @@ def _load(folder: Path, rank: int | None) -> Trace:
         )
     if incomplete is None and footer is not None and footer.ops != tables["ops"].num_rows:
         incomplete = f"the footer counts {footer.ops} ops, the table holds {tables['ops'].num_rows}"
+    if footer is None:
+        tables["marks"] = with_journal(folder, tables["marks"])
     if incomplete is not None:
         tables = _consistent(tables)
         last = ints(tables["ops"], "seq").max(initial=0)

@@ -20,6 +20,7 @@ import pyarrow.ipc as ipc
 
 from opdrift.errors import TraceExistsError, TraceNotWritableError
 from opdrift.tfp1 import FOLDED_BELOW
+from opdrift.tracefile.journal import Journal, MarkRow
 from opdrift.tracefile.lock import hold, is_held
 from opdrift.tracefile.schema import (
     BUCKET_NARROW_BYTES,
@@ -156,6 +157,7 @@ class TraceWriter:
             TraceNotWritableError: A file cannot be written.
         """
         self.folder = folder
+        self._journal = Journal(folder)
         # one thread: Arrow's pool only costs here (notes: recorder, Q7)
         options = ipc.IpcWriteOptions(
             compression=pa.Codec("zstd", compression_level=1), use_threads=False
@@ -185,14 +187,22 @@ class TraceWriter:
         ]
         self._streams[table].write_batch(pa.record_batch(arrays, schema=schema))
 
+    def announce(self, mark: MarkRow) -> None:
+        """Put a mark on disk at once, beside the tables; it is still to be appended to its own."""
+        self._journal.append(mark)
+
     def check(self) -> None:
-        """Close a part: from here on a reader can tell that all tables are whole up to this point."""
+        """Close a part: from here on a reader can tell that all tables are whole up to this point.
+
+        Marks that were announced are in their table by now.
+        """
         parts = {}
         for name, file in self._files.items():
             if file.end != file.checked:
                 parts[name] = [file.end, file.crc]
                 file.crc, file.checked = 0, file.end
         self._checks.write(json.dumps(parts).encode() + b"\n")
+        self._journal.clear()
 
     def close(self, footer: Mapping[str, Any] | None) -> None:
         """Close every file; write the footer, unless the trace is not whole."""
@@ -212,6 +222,7 @@ class TraceWriter:
         for file in self._files.values():
             file.close()
         self._checks.close()
+        self._journal.close()
 
 
 def list_column(lengths: npt.NDArray[Any], values: npt.NDArray[np.int64]) -> pa.Array:

@@ -1,0 +1,208 @@
+"""Two real ranks on gloo: their collectives are written down, met, and survive what they do to a process."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import textwrap
+from pathlib import Path
+from subprocess import PIPE, CompletedProcess, Popen
+
+import pytest
+
+import opdrift
+from opdrift.findings import findings
+from opdrift.records import Finding
+from opdrift.tracefile.opening import rank_folders
+from opdrift.world import World
+
+START = """
+    import os, signal, sys, warnings, torch, opdrift
+    import torch.distributed as dist
+    from datetime import timedelta
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+    warnings.simplefilter("ignore")  # torch 2.13 renames collectives
+    torch.set_num_threads(1)
+    rank = int(sys.argv[1])
+    dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2,
+                            timeout=timedelta(seconds=20))
+"""
+
+#: One pair of processes records everything but what aborts a rank.
+RUNS = (
+    START
+    + """
+    def train(model, recorder, poke=lambda step: None):
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        torch.manual_seed(rank)
+        for step in range(2):
+            recorder.mark("step", step=step)
+            optimizer.zero_grad()
+            model(torch.randn(4, 8)).sum().backward()
+            poke(step)
+            optimizer.step()
+
+    for name in ("right", "unseeded", "gradient"):
+        torch.manual_seed(rank if name == "unseeded" else 0)
+        net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
+        model = DistributedDataParallel(net, init_sync=name != "unseeded")
+
+        def poke(step):
+            if name == "gradient" and rank == 1 and step == 1:
+                net[0].weight.grad.mul_(1.5)
+
+        with opdrift.record(f"{name}.trace", model=model) as recorder:
+            train(model, recorder, poke)
+
+    x = torch.arange(64.0) * (rank + 1)
+    other = dist.new_group([0, 1])
+    with opdrift.record("collectives.trace"):
+        dist.all_reduce(x, op=dist.ReduceOp.MAX)
+        dist.all_reduce(x, async_op=True).wait()
+        dist.broadcast(x.clone(), 1)
+        dist.all_gather_into_tensor(torch.zeros(128), x, group=other)
+        dist.all_gather([torch.zeros(64), torch.zeros(64)], x)
+        dist.reduce_scatter_tensor(torch.zeros(32), x)
+        dist.reduce(x.clone(), 0)
+        torch.distributed._functional_collectives.all_reduce(x, "sum", other) + 1
+        dist.barrier()
+        dist.send(x, 1) if rank == 0 else dist.recv(x, 0)
+    y = torch.ones(8, dtype=torch.float32 if rank else torch.int32)
+    with opdrift.record("dtype.trace"):
+        dist.all_reduce(y)
+    z = torch.ones(8)
+    with opdrift.record("reduction.trace"):
+        dist.all_reduce(z, op=dist.ReduceOp.SUM if rank else dist.ReduceOp.MAX)
+
+    with opdrift.record("killed.trace"):
+        dist.all_reduce(torch.ones(8))
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.broadcast(torch.ones(8), 0)
+        dist.all_reduce(torch.ones(8))
+"""
+)
+
+ABORTS = (
+    START
+    + """
+    with opdrift.record("aborts.trace"):
+        dist.all_reduce(torch.ones(8))
+        dist.all_reduce(torch.ones(8 + 100_000 * rank))
+"""
+)
+
+ROOT = Path(__file__).parents[2]
+
+
+def both(program: str, folder: Path) -> list[CompletedProcess[str]]:
+    """Run a program as two ranks in a folder, with opdrift importable."""
+    sources = [str(ROOT / "tracer"), str(ROOT / "integrations")]
+    code = f"import sys; sys.path[:0] = {sources!r}\n" + textwrap.dedent(program)
+    started = [
+        Popen([sys.executable, "-W", "error", "-c", code, str(rank), str(folder / "store")],
+              cwd=folder, stdout=PIPE, stderr=PIPE, text=True)
+        for rank in (0, 1)
+    ]  # fmt: skip
+    outputs = [process.communicate(timeout=120) for process in started]
+    return [
+        CompletedProcess(process.args, process.returncode, *output)
+        for process, output in zip(started, outputs, strict=True)
+    ]
+
+
+def found_in(trace: Path) -> list[Finding]:
+    return list(findings([opdrift.load(folder) for folder in rank_folders(trace).values()]))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ranks")
+    done = both(RUNS, folder)
+    assert done[1].returncode == -signal.SIGKILL, done[0].stderr + done[1].stderr
+    return folder
+
+
+@pytest.mark.slow
+def test_training_with_equal_replicas_has_no_findings(runs: Path):
+    """Buffers are broadcast, gradients reduced while the program goes on; batches differ between the ranks."""
+    assert found_in(runs / "right.trace") == []
+
+
+@pytest.mark.slow
+def test_replicas_that_start_from_other_weights_are_found(runs: Path):
+    (found,) = found_in(runs / "unseeded.trace")
+
+    assert (found.kind, found.name, found.cause.confidence) == ("replica", "0.weight", "certain")
+    assert found.cause.summary == (
+        "0.weight, 0.bias, 3.weight, 3.bias differ between ranks 0 and 1, when the run began"
+    )
+
+
+@pytest.mark.slow
+def test_a_gradient_that_one_rank_changes_is_traced_to_its_line(runs: Path):
+    (found,) = found_in(runs / "gradient.trace")
+
+    assert (found.name, found.step) == ("0.weight", 1)
+    assert any("aten.mul_.Tensor" in line and "in poke" in line for line in found.cause.evidence)
+
+
+@pytest.mark.slow
+def test_every_collective_meets_its_counterparts_and_is_what_was_given(runs: Path):
+    """What each asked for is read without changing it; messages between two ranks are left out."""
+    trace = runs / "collectives.trace"
+    world = World(opdrift.load(folder) for folder in rank_folders(trace).values())
+
+    met = [(m.group, m.number, m.members[0].asked) for m in world.meetings]
+
+    assert met == [
+        ("0", 1, "all_reduce of float32[64] by MAX"),
+        ("0", 2, "all_reduce of float32[64] by SUM"),
+        ("0", 3, "broadcast of float32[64] from rank 1"),
+        ("0", 4, "all_gather of float32[64]"),
+        ("0", 5, "reduce_scatter of float32[64] by SUM"),
+        ("0", 6, "reduce of float32[64] by SUM to rank 0"),
+        ("0", 7, "barrier"),
+        (met[7][0], 1, "all_gather of float32[64]"),
+        (met[7][0], 2, "all_reduce of float32[64] by SUM"),
+    ]
+    assert met[7][0] != "0"
+    assert found_in(trace) == []
+    assert not list(trace.glob("*/journal.jsonl"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("about", ["dtype", "reduction"])
+def test_what_no_library_raises_an_error_for_is_found(runs: Path, about: str):
+    (found,) = found_in(runs / f"{about}.trace")
+
+    assert found.cause.slug == "collective"
+    assert f"do not agree about the {about} of collective 1 of group 0" in found.cause.summary
+
+
+@pytest.mark.slow
+def test_a_collective_that_ends_the_process_is_on_disk_before_it_is_issued(tmp_path: Path):
+    """Another size aborts a rank: no handler runs, and its last rows are lost, but not what it was about to do."""
+    done = both(ABORTS, tmp_path)
+
+    (found,) = found_in(tmp_path / "aborts.trace")
+
+    assert min(one.returncode for one in done) < 0
+    assert "do not agree about the size of collective 2 of group 0" in found.cause.summary
+    assert any("ended without closing its trace" in line for line in found.cause.evidence)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_is_told_by_the_other_one(runs: Path):
+    """The other rank's trace is whole, and its error is its own, not the tracer's."""
+    (found,) = found_in(runs / "killed.trace")
+
+    assert (found.kind, found.rank) == ("rank-ended", 1)
+    assert (
+        found.cause.summary
+        == "rank 1 ended in the middle of the run, in or after all_reduce 1 of group 0"
+    )
+    other = opdrift.load(runs / "killed.trace", rank=0)
+    assert other.footer is not None
+    assert (other.complete, other.footer.ended, other.footer.failures) == (True, "raised", ())

@@ -1,0 +1,349 @@
+"""What the ranks of one run show to be wrong between them, on traces that are built by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from opdrift.findings import findings
+from opdrift.testing import Builder, collective
+from opdrift.tracefile.reader import Trace
+from opdrift.world import World
+from opdrift.world.results import minority, wrong_results
+
+
+def vector(text: str, size: int = 256) -> np.ndarray:
+    return (
+        np.random.default_rng(len(text) * 1000 + sum(text.encode()))
+        .standard_normal(size)
+        .astype(np.float32)
+    )
+
+
+def world(*ranks: Callable[[Builder], object]) -> list[Trace]:
+    """One trace a rank, each built by a function."""
+    builders = [Builder(rank=rank, world_size=len(ranks)) for rank in range(len(ranks))]
+    for build, body in zip(builders, ranks, strict=True):
+        body(build)
+    return [build.build() for build in builders]
+
+
+def summed(
+    result: np.ndarray, *, size: int = 256, what: str = "all_reduce", reduction: str | None = "SUM"
+):
+    """A rank that gives a vector of its own to a reduction, and gets `result`."""
+
+    def body(build: Builder) -> None:
+        rank = build.build().header.rank or 0
+        value = build.leaf("x", kind="input", content=vector(f"rank {rank}", size))
+        collective(
+            build, what, value, result=result, reduction=reduction, source="train.py:7 in main"
+        )
+
+    return body
+
+
+def said(traces: Sequence[Trace]) -> list[tuple[str, str, int | None]]:
+    return [(f.kind, f.cause.slug, f.rank) for f in findings(traces)]
+
+
+TOTAL = vector("rank 0") + vector("rank 1")
+
+# ---- what collectives must give ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("reduction", "result"),
+    [("SUM", TOTAL), ("AVG", TOTAL / 2), (None, TOTAL), (None, TOTAL / 2), ("another", TOTAL * 3)],
+)
+def test_a_right_reduction_is_no_finding(reduction: str | None, result: np.ndarray):
+    """Where nothing told the reduction, a sum and a mean are both right; one with a factor is not judged."""
+    assert said(world(*[summed(result, reduction=reduction)] * 2)) == []
+
+
+@pytest.mark.parametrize("size", [256, 8])
+def test_a_sum_that_is_off_by_a_thousandth_is_found_by_its_sketch(size: int):
+    """The sketch of a sum is the sum of the sketches; small tensors are held whole by their fingerprints."""
+    result = (vector("rank 0", size) + vector("rank 1", size) * np.float32(1.001)).astype(
+        np.float32
+    )
+
+    (found,) = findings(world(*[summed(result, size=size)] * 2))
+
+    assert (found.kind, found.cause.slug, found.op) == (
+        "collective",
+        "collective",
+        "c10d.allreduce_.default",
+    )
+    assert "away from the sum of the 2 ranks' parts" in found.cause.evidence[0]
+    assert "train.py:7 in main" in found.cause.evidence[1]
+
+
+def test_rounding_of_a_sum_is_no_finding():
+    """Each element may be off by some units in the last place."""
+    assert said(world(*[summed(np.nextafter(TOTAL, np.float32(9)))] * 2)) == []
+
+
+def test_a_maximum_is_that_of_the_ranks():
+    right = np.maximum(vector("rank 0"), vector("rank 1"))
+
+    assert said(world(*[summed(right, reduction="MAX")] * 2)) == []
+    assert said(world(*[summed(right + 1, reduction="MAX")] * 2)) == [
+        ("collective", "collective", 0)
+    ]
+
+
+def test_ranks_that_got_different_sums_are_told_by_the_majority():
+    """Two of three agree: the third is named."""
+    total = sum(vector(f"rank {rank}") for rank in range(3))
+
+    traces = world(summed(total), summed(total * 2), summed(total))
+
+    assert [(w.kind, w.ranks) for w in wrong_results(World(traces))] == [("unequal", (1,))]
+
+
+@pytest.mark.parametrize(("factor", "wrong"), [(1.0, 0), (1.01, 1)])
+def test_a_reduce_scatter_is_checked_by_the_sums_of_its_parts(factor: float, wrong: int):
+    halves = np.split(np.abs(vector("rank 0")) * np.float32(factor) + np.abs(vector("rank 1")), 2)
+
+    def rank(number: int) -> Callable[[Builder], None]:
+        def body(build: Builder) -> None:
+            x = build.leaf("x", kind="input", content=np.abs(vector(f"rank {number}")))
+            collective(build, "reduce_scatter", x, result=halves[number], reduction="SUM")
+
+        return body
+
+    assert len(said(world(rank(0), rank(1)))) == wrong
+
+
+def gathered(build: Builder, *, swapped: bool = False) -> None:
+    rank = build.build().header.rank or 0
+    parts = [vector("rank 0"), vector("rank 1")]
+    value = build.leaf("x", kind="input", content=parts[rank])
+    result = np.concatenate(parts[::-1] if swapped else parts)
+    collective(build, "all_gather", value, result=result)
+
+
+def test_gathered_parts_stand_in_the_order_of_the_ranks():
+    """The digest of what was gathered follows from those of the parts; exchanged segments are found."""
+    assert said(world(gathered, gathered)) == []
+    (found,) = findings(world(*[lambda build: gathered(build, swapped=True)] * 2))
+    assert "laid end to end" in found.cause.evidence[0]
+
+
+@pytest.mark.parametrize("sent", [True, False])
+def test_a_broadcast_is_what_its_root_sent(sent: bool):
+    def body(build: Builder) -> None:
+        rank = build.build().header.rank or 0
+        value = build.leaf("x", kind="input", content=vector(f"rank {rank}"))
+        collective(build, "broadcast", value, result=vector("rank 0" if sent else "rank 1"), root=0)
+
+    assert said(world(body, body)) == ([] if sent else [("collective", "collective", 0)])
+
+
+# ---- what ranks must agree about -----------------------------------------------------------------------
+
+
+def issues(*calls: dict[str, object]) -> Callable[[Builder], None]:
+    """A rank that issues these collectives, whatever comes of it."""
+
+    def body(build: Builder) -> None:
+        for call in calls:
+            build.op("relu", build.leaf("x", kind="input"))
+            fields = {
+                "op": "c10d.allreduce_.default",
+                "what": "all_reduce",
+                "group": "0",
+                "ranks": [0, 1],
+            }
+            given = {
+                "given": [["float32", 8]],
+                "got": [["float32", 8]],
+                "reduction": "SUM",
+                "root": None,
+            }
+            build.mark("collective", **{**fields, **given, **call})
+
+    return body
+
+
+@pytest.mark.parametrize(
+    ("other", "about"),
+    [
+        ({"what": "broadcast", "root": 0, "reduction": None}, "operation"),
+        ({"given": [["int32", 8]]}, "dtype"),
+        ({"given": [["float32", 9]]}, "size"),
+        ({"given": [["float32", 4], ["float32", 4]]}, "size"),
+        ({"reduction": "MAX"}, "reduction"),
+        ({"root": 1}, "root"),
+    ],
+)
+def test_the_first_collective_that_ranks_disagree_about_is_found(
+    other: dict[str, object], about: str
+):
+    """What follows in the group is not matched: it follows from the first."""
+    traces = world(issues({}, {}, {}), issues({}, other, {}))
+
+    found = World(traces).disagreements
+
+    assert [(d.number, d.about) for d in found] == [(2, about)]
+    assert len(World(traces).meetings) == 1
+    (finding,) = findings(traces)
+    assert (finding.cause.slug, finding.seq) == ("collective", 2)
+
+
+def test_a_reduction_that_one_rank_does_not_tell_is_no_disagreement():
+    assert said(world(issues({"reduction": None}), issues({}))) == []
+
+
+def test_groups_are_matched_by_themselves():
+    """The order between two groups is free; within one it is not."""
+    a, b = {"group": "1"}, {"group": "2", "given": [["int64", 3]]}
+
+    assert said(world(issues(a, b, {}), issues(b, {}, a))) == []
+
+
+def test_a_collective_that_a_rank_never_issued_is_found():
+    (found,) = findings(world(issues({}, {}), issues({})))
+
+    assert found.rank == 1
+    assert found.cause.summary == (
+        "rank 1 never issued collective 2 of group 0: rank 0 issued all_reduce of float32[8] by SUM"
+    )
+
+
+def test_messages_between_two_ranks_are_no_collectives_of_the_group():
+    send = {"what": "send", "peer": 1}
+    receive = {"what": "recv", "peer": 0}
+
+    assert said(world(issues(send, {}), issues({}, receive))) == []
+
+
+def test_a_rank_that_was_not_recorded_is_not_missed():
+    """Of three ranks the third has no trace: the others are held against each other."""
+    fields = {"ranks": [0, 1, 2]}
+
+    assert said(world(issues(fields), issues(fields))) == []
+
+
+def test_a_rank_that_ended_is_told_with_what_the_others_waited_in():
+    """Its trace has no footer; what it never issued is no disagreement of its own."""
+    left, right = Builder(rank=0), Builder(rank=1, complete=False)
+    issues({}, {})(left)
+    issues({})(right)
+
+    (found,) = findings([left.build(), right.build()])
+
+    assert (found.kind, found.cause.slug, found.rank) == ("rank-ended", "rank-ended", 1)
+    assert any("it waited in all_reduce 2 of group 0" in line for line in found.cause.evidence)
+
+
+def test_one_rank_by_itself_tells_nothing_of_others():
+    assert said(world(issues({}, {}))) == []
+
+
+def test_the_minority_is_what_is_not_with_most():
+    assert minority({0: "a", 1: "a"}) == ((), 0)
+    assert minority({0: "b", 1: "a", 2: "a"}) == ((0,), 1)
+    assert minority({0: "a", 1: "b"}) == ((1,), 0)
+
+
+# ---- replicas ------------------------------------------------------------------------------------------
+
+
+def trained(
+    *,
+    weight: str = "w",
+    own: str = "own",
+    result: str = "sum",
+    reduced: bool = True,
+    poke: str = "",
+) -> Callable[[Builder], None]:
+    """A rank that makes a gradient of its own, reduces it, and updates a parameter with it."""
+
+    def body(build: Builder) -> None:
+        rank = build.build().header.rank or 0
+        w = build.leaf("fc.weight", content=vector(weight))
+        x = build.leaf("x", kind="input", content=vector(f"{own} {rank}"))
+        grad = build.op("threshold_backward", x)
+        if reduced:
+            grad = collective(build, "all_reduce", grad, result=vector(result))
+        if poke and rank == 1:
+            grad = build.op(poke, grad)
+        w = build.op("add_", w, grad)
+        build.name(w, "fc.weight", when="exit")
+        build.name(grad, "fc.weight", kind="gradient", when="exit")
+
+    return body
+
+
+def test_replicas_that_are_trained_alike_are_no_finding():
+    """Inputs, activations and gradients before the reduction differ by right."""
+    assert [k for k, _, _ in said(world(trained(), trained())) if k == "replica"] == []
+
+
+def test_a_parameter_that_differs_from_the_start_is_found_by_its_reduced_gradient():
+    traces = world(trained(), trained(weight="other"))
+
+    found = [f for f in findings(traces) if f.kind == "replica"]
+
+    assert [(f.name, f.cause.slug, f.cause.confidence) for f in found] == [
+        ("fc.weight", "replica", "certain")
+    ]
+    assert "between ranks 0 and 1, when the run began" in found[0].cause.summary
+
+
+def test_a_gradient_that_one_rank_changes_after_the_reduction_is_named():
+    found = [
+        f for f in findings(world(trained(), trained(poke="_foreach_mul_"))) if f.kind == "replica"
+    ]
+
+    assert ["after its write 1" in f.cause.summary for f in found] == [True]
+    assert any(
+        "last written by aten._foreach_mul_.default" in line for line in found[0].cause.evidence
+    )
+
+
+def test_parameters_without_a_reduction_may_differ():
+    """Tensor parallelism splits weights of one shape over the ranks; nothing says that these are replicas."""
+    traces = world(trained(reduced=False), trained(reduced=False, weight="other"))
+
+    assert said(traces) == []
+
+
+def test_a_norm_that_is_reduced_for_clipping_makes_no_replica():
+    """The reduced number is smaller than the gradient that it is multiplied into."""
+
+    def body(build: Builder) -> None:
+        rank = build.build().header.rank or 0
+        w = build.leaf("fc.weight", content=vector(f"w {rank}"))
+        grad = build.op("mm", build.leaf("x", kind="input", content=vector(f"x {rank}")), w)
+        norm = build.op("sum", grad, shape=(1,), content=np.float32([rank + 1.0]))
+        norm = collective(build, "all_reduce", norm, result=np.float32([3.0]), reduction="SUM")
+        grad = build.op("mul_", grad, norm)
+        build.name(build.op("add_", w, grad), "fc.weight", when="exit")
+
+    assert said(world(body, body)) == []
+
+
+def test_sharded_parameters_are_no_replicas():
+    def body(build: Builder) -> None:
+        build.mark("model", sharded=["fc.weight"])
+        trained(weight=f"rank {build.build().header.rank}")(build)
+
+    assert [k for k, _, _ in said(world(body, body)) if k == "replica"] == []
+
+
+def test_one_parameter_among_equal_ones_is_likely_a_replica():
+    """Inference: no gradient tells, but all else is equal on all ranks."""
+
+    def body(build: Builder) -> None:
+        rank = build.build().header.rank or 0
+        build.leaf("big.weight", content=vector("big", 4096))
+        build.leaf("small.weight", content=vector(f"small {rank}", 64))
+
+    (found,) = findings(world(body, body))
+
+    assert (found.name, found.cause.confidence) == ("small.weight", "likely")

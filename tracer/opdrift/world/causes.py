@@ -1,0 +1,253 @@
+"""Sentences about ranks: what happened, what speaks for it, what to try."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from textwrap import shorten
+from typing import Final
+
+from opdrift.compare import describe, difference
+from opdrift.contents import Contents
+from opdrift.provenance import Lineage, Provenance
+from opdrift.records import Cause, Op
+from opdrift.tracefile.reader import Trace
+from opdrift.world.collectives import Collective, Disagreement, World
+from opdrift.world.replicas import Replicas, Split
+from opdrift.world.results import WrongResult
+
+#: Names that are listed; the rest is counted.
+_NAMES: Final = 4
+#: Of what a rank raised so much is quoted.
+_LONGEST: Final = 160
+#: Steps back from where a replica came apart.
+_BACK: Final = 32
+
+_SAME_ORDER: Final = (
+    "Let every rank issue the same collectives in the same order, on tensors of one size and dtype: look for a branch"
+    " on the rank or on a rank's own data around this line."
+)
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """`rank 1`, `ranks 0 and 2`."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def of_disagreement(world: World, found: Disagreement, odd: Sequence[int]) -> Cause:
+    """Ranks issued different collectives, or one did not issue it."""
+    place = f"collective {found.number} of group {found.group}"
+    others = [rank for rank in found.members if rank not in odd]
+    if found.about == "missing":
+        first = next(iter(found.members.values()))
+        summary = f"{listed(odd)} never issued {place}: {listed(others)} issued {first.asked}"
+    else:
+        one, other = found.members[odd[0]], found.members[(others or list(found.members))[0]]
+        summary = (
+            f"the ranks do not agree about the {_ABOUT[found.about]} of {place}:"
+            f" {listed(odd)} issued {one.asked}, {listed([other.rank])} {other.asked}"
+        )
+    evidence = [
+        f"rank {rank}: {part.asked}, {_where(part)}" for rank, part in found.members.items()
+    ]
+    for rank in found.absent:
+        issued = sum(c.group == found.group for c in world.collectives[rank])
+        evidence.append(
+            f"rank {rank} issued {issued} in this group, and then {_ending(world.traces[rank])}"
+        )
+    evidence += [
+        f"rank {rank} {_ending(trace)}"
+        for rank, trace in world.traces.items()
+        if rank not in found.absent and not _ended_well(trace)
+    ]
+    if found.about in ("dtype", "reduction"):
+        evidence.append(
+            "nothing raises an error for this: the bytes are taken for what they are not"
+        )
+    return Cause("collective", "certain", summary, tuple(evidence), _SAME_ORDER)
+
+
+_ABOUT: Final = {
+    "operation": "operation",
+    "dtype": "dtype",
+    "size": "size",
+    "reduction": "reduction",
+    "root": "root",
+}
+
+
+def _where(part: Collective) -> str:
+    line = f" at {part.source}" if part.source is not None else ""
+    return f"op {part.seq}{line}"
+
+
+def has_ended(trace: Trace) -> bool:
+    """Whether a rank's process ended, or still runs, with its trace open."""
+    return trace.footer is None
+
+
+def _ended_well(trace: Trace) -> bool:
+    return trace.footer is not None and trace.footer.ended == "ok"
+
+
+def _ending(trace: Trace) -> str:
+    """How a rank's trace ends, in words."""
+    if trace.footer is None:
+        return "ended without closing its trace"
+    if trace.footer.ended == "raised":
+        return f"raised {shorten(trace.footer.exception or 'an exception', _LONGEST)}"
+    return "ended by itself"
+
+
+def of_end(world: World, rank: int) -> Cause:
+    """A rank's trace was not closed: it was killed, or died in a collective."""
+    trace = world.traces[rank]
+    issued = world.collectives[rank]
+    last = issued[-1] if issued else None
+    summary = f"rank {rank} ended in the middle of the run"
+    evidence = [f"its trace is {trace.incomplete}"]
+    if last is not None:
+        summary += f", in or after {last.place}"
+        evidence.append(f"the last collective that it issued is {last.asked}, {_where(last)}")
+    for other, each in world.traces.items():
+        if other != rank:
+            waiting = _waiting_for(world, other, rank)
+            wait = (
+                f"; it waited in {waiting.place}, which rank {rank} never issued" if waiting else ""
+            )
+            evidence.append(f"rank {other} {_ending(each)}{wait}")
+    return Cause(
+        "rank-ended",
+        "likely",
+        summary,
+        tuple(evidence),
+        f"Read the last lines that rank {rank} wrote to stderr; a rank that is killed from outside (out of memory, a"
+        f" signal) says nothing. Its last ops: `opdrift show {trace.path}`.",
+    )
+
+
+def _waiting_for(world: World, waiting: int, rank: int) -> Collective | None:
+    """The collective that a rank issued and another one never did."""
+    for each in world.disagreements:
+        if each.about == "missing" and rank in each.absent and waiting in each.members:
+            return each.members[waiting]
+    return None
+
+
+def of_wrong_result(wrong: WrongResult) -> Cause:
+    """A collective's result is not what its ranks gave."""
+    meeting = wrong.meeting
+    part = meeting.members[wrong.ranks[0]]
+    if wrong.kind == "unequal":
+        summary = f"{part.place} left other contents on {listed(wrong.ranks)} than on the others"
+    else:
+        summary = f"the result of {part.place} on {listed(wrong.ranks)} is not what its ranks gave"
+    evidence = [*wrong.evidence, f"{part.asked}, {_where(part)}"]
+    return Cause(
+        "collective",
+        "likely" if meeting.what in ("all_reduce", "reduce", "reduce_scatter") else "certain",
+        summary,
+        tuple(evidence),
+        "Look for something that writes into the tensors of this collective while it runs: an asynchronous call that is"
+        ' not waited for, another stream or thread, a tensor that is reused. Record once more with integrity="full";'
+        " if it persists, suspect the communication library.",
+    )
+
+
+def of_split(world: World, replicas: Replicas, group: Sequence[Split]) -> Cause:
+    """Ranks hold other contents of what they should hold alike."""
+    first = group[0]
+    names = [split.replica.name for split in group]
+    said = ", ".join(names[:_NAMES]) + (
+        f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
+    )
+    when = "when the run began" if not first.left.step else f"after its write {first.left.step}"
+    evidence = [
+        f"{first.replica.name}: {describe(difference(first.left.print, first.right.print))}",
+        f"it should be equal: {first.replica.why}",
+    ]
+    if first.left.step:
+        evidence += _came_apart(world, replicas, first)
+    else:
+        lineages = {rank: Lineage(world.traces[rank]) for rank in (first.usual, first.odd[0])}
+        evidence += [
+            f"on rank {rank} it {_made(lineages[rank].of(state.value))}"
+            for rank, state in ((first.usual, first.left), (first.odd[0], first.right))
+        ]
+    return Cause(
+        "replica",
+        "certain" if first.replica.certain else "likely",
+        f"{said} {'differ' if len(group) > 1 else 'differs'} {_between(first)}, {when}",
+        tuple(evidence),
+        "Seed or load all ranks alike, or broadcast the parameters before training (DistributedDataParallel does, unless"
+        " init_sync=False)."
+        if not first.left.step
+        else "Let nothing but the reduced gradient change a parameter: look at the op named above, and at what the rank"
+        " does that the others do not.",
+    )
+
+
+def _between(split: Split) -> str:
+    if len(split.replica.ranks) == 2:  # of two nobody can tell which is the odd one
+        return f"between {listed(sorted((split.usual, *split.odd)))}"
+    return f"on {listed(split.odd)} from rank {split.usual} and most others"
+
+
+def _made(found: Provenance) -> str:
+    if found.kind == "drawn":
+        chosen = {True: "a chosen seed", False: "a seed that nobody chose", None: "a generator"}
+        return f"was drawn at random by {found.first_op} (op {found.first_seq}), from {chosen[found.seeded]}"
+    if found.kind == "copied":
+        return f"was copied from {found.root_name or 'a tensor without a name'} (op {found.seq})"
+    if found.op is None:
+        return "was there before the recording"
+    return f"was {found.kind} by {found.op} (op {found.seq})"
+
+
+def _came_apart(world: World, replicas: Replicas, split: Split) -> Iterator[str]:
+    """Back from two contents that differ to the ops that read the same and made something else."""
+    ranks = split.usual, split.odd[0]
+    values = [split.left.value, split.right.value]
+    traces = [world.traces[rank] for rank in ranks]
+    contents = [replicas.contents(rank) for rank in ranks]
+    what = split.replica.name
+    for _ in range(_BACK):
+        makers = [int(c.maker[v]) for c, v in zip(contents, values, strict=True)]
+        ops = [t.op(m) if m >= 0 else None for t, m in zip(traces, makers, strict=True)]
+        one, other = ops
+        if one is None or other is None or one.name != other.name:
+            for rank, op in zip(ranks, ops, strict=True):
+                yield f"on rank {rank}, {what} {_last_written(op)}"
+            return
+        further = next(
+            (
+                (a, b)
+                for a, b in zip(one.inputs, other.inputs, strict=False)
+                if a and b and _differ(contents, a, b)
+            ),
+            None,
+        )
+        if further is None:
+            line = f" at {one.source}" if one.source is not None else ""
+            yield (
+                f"{one.name} (op {one.seq} on rank {ranks[0]}, op {other.seq} on rank {ranks[1]}){line} made other"
+                " contents of what is equal as far as it is known; a write that no op made may lie before it"
+            )
+            return
+        values = list(further)
+        what = f"what {one.name} (op {one.seq} on rank {ranks[0]}, {other.seq} on rank {ranks[1]}) read"
+
+
+def _last_written(op: Op | None) -> str:
+    if op is None:
+        return "has a content that no recorded op wrote"
+    line = f" at {op.source}" if op.source is not None else ""
+    return f"was last written by {op.name} (op {op.seq}){line}"
+
+
+def _differ(contents: Sequence[Contents], one: int, other: int) -> bool:
+    from_left, from_right = (
+        c.nearest_fingerprint(v) for c, v in zip(contents, (one, other), strict=True)
+    )
+    return from_left is not None and from_right is not None and from_left.key != from_right.key

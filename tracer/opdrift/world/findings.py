@@ -1,0 +1,122 @@
+"""What the ranks of one run show to be wrong between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from opdrift.records import Cause, Finding
+from opdrift.steps import Steps
+from opdrift.tracefile.reader import Trace
+from opdrift.world.causes import (
+    has_ended,
+    of_disagreement,
+    of_end,
+    of_split,
+    of_wrong_result,
+)
+from opdrift.world.collectives import Collective, Disagreement, World
+from opdrift.world.replicas import Replicas, Split
+from opdrift.world.results import WrongResult, minority, wrong_results
+
+
+def world_findings(traces: Sequence[Trace]) -> Iterator[Finding]:
+    """Collectives that disagree or went wrong, replicas that differ, ranks that ended early."""
+    world = World(traces)
+    if len(world.traces) < 2:
+        return
+    ended = tuple(rank for rank, trace in world.traces.items() if has_ended(trace))
+    for rank in ended:
+        if _died_in(world, rank):
+            continue  # of that the disagreement tells
+        trace = world.traces[rank]
+        last = int(trace.ops.seq[-1]) if len(trace.ops) else None
+        yield _finding("rank-ended", of_end(world, rank), trace, seq=last)
+    for disagreement in world.disagreements:
+        if disagreement.about == "missing" and set(disagreement.absent) <= set(ended):
+            continue  # they are told of above
+        yield _disagreement(world, disagreement)
+    for wrong in wrong_results(world):
+        yield _wrong_result(world, wrong)
+    replicas = Replicas(world)
+    splits = [
+        split for replica in replicas.found() if (split := replicas.split(replica)) is not None
+    ]
+    for group in grouped(splits):
+        yield _split(world, replicas, group)
+
+
+def _died_in(world: World, rank: int) -> bool:
+    """Whether a rank's last collective is one that the ranks do not agree about."""
+    issued = world.collectives[rank]
+    return bool(issued) and any(d.members.get(rank) is issued[-1] for d in world.disagreements)
+
+
+def grouped(splits: Sequence[Split]) -> list[list[Split]]:
+    """Splits of one sort, together: of the same ranks, at the same number of writes."""
+    found: dict[object, list[Split]] = {}
+    for split in splits:
+        key = split.replica.kind, split.replica.certain, split.odd, split.usual, split.left.step
+        found.setdefault(key, []).append(split)
+    return list(found.values())
+
+
+def odd_ones(disagreement: Disagreement) -> tuple[int, ...]:
+    """Ranks that do something else than most; those that lack the collective, if any do."""
+    if disagreement.absent:
+        return disagreement.absent
+    asked = {
+        rank: (c.what, c.given, c.reduction, c.root) for rank, c in disagreement.members.items()
+    }
+    return minority(asked)[0] or tuple(disagreement.members)
+
+
+def _disagreement(world: World, found: Disagreement) -> Finding:
+    rank = odd_ones(found)[0]
+    part = found.members.get(rank)
+    trace = world.traces[rank]
+    cause = of_disagreement(world, found, odd_ones(found))
+    if part is None:
+        last = int(trace.ops.seq[-1]) if len(trace.ops) else None
+        return _finding("collective", cause, trace, seq=last)
+    return _at(cause, trace, part)
+
+
+def _wrong_result(world: World, wrong: WrongResult) -> Finding:
+    rank = wrong.ranks[0]
+    return _at(of_wrong_result(wrong), world.traces[rank], wrong.meeting.members[rank])
+
+
+def _split(world: World, replicas: Replicas, group: Sequence[Split]) -> Finding:
+    first = group[0]
+    trace = world.traces[first.odd[0]]
+    writer = (
+        int(replicas.contents(first.odd[0]).maker[first.right.value]) if first.right.step else -1
+    )
+    op = trace.op(writer) if writer >= 0 else None
+    return _finding(
+        "replica",
+        of_split(world, replicas, group),
+        trace,
+        seq=op.seq if op is not None else None,
+        name=first.replica.name,
+        op=op.name if op is not None else None,
+        module=first.replica.name.rpartition(".")[0],
+    )
+
+
+def _at(cause: Cause, trace: Trace, part: Collective) -> Finding:
+    return _finding("collective", cause, trace, seq=part.seq, op=part.op, module=part.module)
+
+
+def _finding(
+    kind: str,
+    cause: Cause,
+    trace: Trace,
+    *,
+    seq: int | None,
+    name: str | None = None,
+    op: str | None = None,
+    module: str = "",
+) -> Finding:
+    step = Steps(trace).at(seq)
+    return Finding(kind, cause, name, op, module, seq, step, trace.header.rank)

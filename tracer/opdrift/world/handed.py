@@ -1,0 +1,135 @@
+"""What a rank handed to a collective and what it was handed back, as far as contents are known."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from opdrift import composition
+from opdrift.records import TensorArgument
+from opdrift.tracefile.fingerprints import Fingerprint
+from opdrift.tracefile.reader import Trace
+from opdrift.world.collectives import Collective
+
+#: Which argument of a c10d op holds what a rank gives, as far as contents are looked at.
+_GIVEN: Final = {"all_reduce": 0, "broadcast": 0, "reduce": 0, "all_gather": 1, "reduce_scatter": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Handed:
+    """A tensor's content: one fingerprint, or those of parts that make it up, in order.
+
+    A result that arrives later is often read in parts only: views of a bucket.
+    """
+
+    parts: tuple[Fingerprint, ...]
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """Equal exactly for equal contents."""
+        content = composition.joined(self.parts)
+        return content.raw, content.n, content.code
+
+    @property
+    def digest(self) -> composition.Content:
+        """Its digest, composed where it is known in parts."""
+        return composition.joined(self.parts)
+
+    @property
+    def whole(self) -> Fingerprint | None:
+        """Its fingerprint; None where only parts have one."""
+        return self.parts[0] if len(self.parts) == 1 else None
+
+    @property
+    def n(self) -> int:
+        """How many components it has."""
+        return sum(part.n for part in self.parts)
+
+
+def given(trace: Trace, part: Collective) -> Sequence[Handed | None]:
+    """What a rank gave, a tensor each; None where that is not known."""
+    if part.index is None:
+        return ()
+    if _is_functional(part):
+        values = list(trace.op(part.index).inputs)
+    else:
+        values = _argument(trace, part.index, _GIVEN.get(part.what, 0))
+    return [_known(trace, value) for value in values]
+
+
+def got(trace: Trace, part: Collective) -> Sequence[Handed | None]:
+    """What a rank got, a tensor each; None where that is not known."""
+    if part.index is None:
+        return ()
+    op = trace.op(part.index)
+    values = _waited(trace, op.outputs) if _is_functional(part) else op.outputs[: op.mutated]
+    return [_known(trace, value) for value in values]
+
+
+def _is_functional(part: Collective) -> bool:
+    return part.op.startswith("_c10d_functional.")
+
+
+def _argument(trace: Trace, index: int, position: int) -> list[int]:
+    """The values of one argument of an op: `inputs` holds those of all, in order."""
+    op = trace.op(index)
+    at = 0
+    for place, (_, argument) in enumerate(op.signature.arguments):
+        count = _tensors_in(argument)
+        if place == position:
+            return list(op.inputs[at : at + count])
+        at += count
+    return []
+
+
+def _tensors_in(argument: object) -> int:
+    if isinstance(argument, TensorArgument):
+        return 1
+    return sum(map(_tensors_in, argument)) if isinstance(argument, tuple) else 0
+
+
+def _waited(trace: Trace, outputs: Sequence[int]) -> list[int]:
+    """What a functional collective returned, as it is once `wait_tensor` has filled it; 0 where nobody waited."""
+    storage, write = trace.values.storage, trace.values.write
+    found = []
+    for output in outputs:
+        later = np.flatnonzero((storage == storage[output]) & (write == write[output] + 1))
+        known = later[trace.values.fingerprint[later] >= 0]
+        found.append(int(known[0]) if len(known) else 0)
+    return found
+
+
+def _known(trace: Trace, value: int) -> Handed | None:
+    own = trace.fingerprint(value) if value else None
+    if own is not None:
+        return Handed((own,))
+    parts = _parts(trace, value) if value else ()
+    return Handed(parts) if parts else None
+
+
+def _parts(trace: Trace, value: int) -> tuple[Fingerprint, ...]:
+    """Fingerprints of parts that make up a value end to end; none if they do not."""
+    columns = trace.values
+    same = (columns.storage == columns.storage[value]) & (columns.write == columns.write[value])
+    candidates = np.flatnonzero(same & (columns.fingerprint >= 0))
+    start = end = int(columns.offset[value])
+    found: list[Fingerprint] = []
+    for part in candidates[np.argsort(columns.offset[candidates], kind="stable")].tolist():
+        fingerprint = trace.fingerprint(part)
+        if int(columns.offset[part]) == end and fingerprint is not None and _is_dense(trace, part):
+            found.append(fingerprint)
+            end += math.prod(trace.meta(part).shape)
+    return tuple(found) if end - start == math.prod(trace.meta(value).shape) else ()
+
+
+def _is_dense(trace: Trace, value: int) -> bool:
+    meta, step = trace.meta(value), 1
+    for size, stride in zip(reversed(meta.shape), reversed(meta.stride), strict=True):
+        if size != 1 and stride != step:
+            return False
+        step *= size
+    return True
