@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 def test_public_names_are_sorted_and_whole():
     """Exactly these names are promised."""
     assert opdrift.__all__ == [
-        "Batch", "DamagedTraceError", "Diagnosis", "IncomparableTracesError", "InvalidOptionError", "NotATraceError",
+        "Batch", "CheckpointError", "DamagedTraceError", "Diagnosis", "IncomparableTracesError", "InvalidOptionError", "NotATraceError",
         "OpdriftError", "Recorder", "RecorderStateError", "Trace", "TraceExistsError", "TraceNotWritableError",
         "TraceVersionError", "__version__", "diff", "load", "record",
     ]  # fmt: skip
@@ -70,10 +70,10 @@ def test_console_scripts_lead_somewhere():
 @pytest.mark.parametrize(
     ("command", "options"),
     [
-        (diff_trace, "--across-ranks --atol --context --fail-on --format --map --output --quiet --rank --rtol --samples"
+        (diff_trace, "--across-ranks --atol --checkpoint --context --fail-on --format --map --output --quiet --rank --rtol --samples"
                      " --side-by-side --tree -o -q"),
         (run, "--integrations --integrity --kernels --label --output --overwrite -o"),
-        (show, "--findings --format --kernels --leaf --op --scope"),
+        (show, "--checkpoint --findings --format --kernels --leaf --op --scope"),
         (env, ""),
     ],
 )  # fmt: skip

@@ -8,6 +8,7 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 
 from opdrift.errors import (
+    CheckpointError,
     DamagedTraceError,
     IncomparableTracesError,
     InvalidOptionError,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Batch",
+    "CheckpointError",
     "DamagedTraceError",
     "Diagnosis",
     "IncomparableTracesError",

@@ -7,6 +7,7 @@ OpdriftError
   |- TraceVersionError        the trace was written by a newer opdrift
   |- DamagedTraceError        the trace's header or tables cannot be read at all
   |- IncomparableTracesError  two traces that cannot be held against each other
+  |- CheckpointError          a checkpoint that cannot be read, or is of another model
   |- RecorderStateError       a recorder used twice, or outside its `with`
   |- InvalidOptionError       an argument outside its range
 """
@@ -40,6 +41,10 @@ class DamagedTraceError(OpdriftError):
 
 class IncomparableTracesError(OpdriftError):
     """Two traces that cannot be compared, and why."""
+
+
+class CheckpointError(OpdriftError):
+    """A checkpoint that cannot be read, or that is of another model than the trace."""
 
 
 class RecorderStateError(OpdriftError):

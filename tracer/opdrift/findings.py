@@ -8,6 +8,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from opdrift.checkpoints import dropped
 from opdrift.moves import moves
 from opdrift.records import READ_UNINITIALISED, Cause, Finding, Leaf, Mark, TensorArgument
 from opdrift.steps import Steps
@@ -38,6 +39,7 @@ def _of_one(trace: Trace) -> Iterator[Finding]:
     yield from _nonfinite(trace, steps)
     yield from _transfers(trace, steps)
     yield from moves(trace, steps.at)
+    yield from dropped(trace, steps.at)
 
 
 # ---- hidden writes -----------------------------------------------------------------------------------

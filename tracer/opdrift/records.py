@@ -477,7 +477,7 @@ class Diagnosis:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one run alone shows to be wrong: kind "gather", "hidden-write", "uninitialised", "nan"."""
+    """What one run alone shows to be wrong: kind "gather", "move", "checkpoint", "hidden-write", "uninitialised", "nan"."""
 
     kind: str
     cause: Cause

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -67,6 +67,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a module has another path on the right; an empty side is the root module; may be repeated",
     )
     add(
+        "--checkpoint",
+        metavar="FILE",
+        type=Path,
+        action="append",
+        default=[],
+        help="say of each run how much of this file reached its model; may be repeated",
+    )
+    add(
         "--across-ranks",
         action="store_true",
         help="compare the ranks of one trace (not in this version)",
@@ -105,6 +113,8 @@ def run(options: argparse.Namespace) -> int:
     """Compare, report, and answer with the exit status."""
     _check(options)
     diagnosis, traces = _compare(options)
+    if options.checkpoint:
+        diagnosis = _with_checkpoint(diagnosis, traces, options.checkpoint)
     _report(diagnosis, traces, options)
     failed = diagnosis.verdict == "diverged" or (
         diagnosis.verdict == "rounding" and options.fail_on == "any"
@@ -172,6 +182,24 @@ def _compare(options: argparse.Namespace) -> tuple[Diagnosis, Sides[Trace | Path
         maps=tuple(options.map),
     )
     return answer, Sides(left, right)
+
+
+def _with_checkpoint(
+    diagnosis: Diagnosis, traces: Sides[Trace | Path], files: Sequence[Path]
+) -> Diagnosis:
+    from opdrift.checkpoints import compared, dtypes_of, read
+    from opdrift.records import Sides
+
+    if not diagnosis.exact:
+        raise InvalidOptionError(
+            "--checkpoint needs traces of opdrift.record(); these are logs of another tool."
+        )
+    opened = Sides(
+        _opened(traces.left, diagnosis.left),
+        _opened(traces.right, diagnosis.right),
+    )
+    dtypes = dtypes_of(opened.left) | dtypes_of(opened.right)
+    return compared(diagnosis, opened, read(files, dtypes=dtypes))
 
 
 def _report(diagnosis: Diagnosis, traces: Sides[Trace | Path], options: argparse.Namespace) -> None:

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from opdrift.tracefile.reader import Trace
 
 EPILOG: Final = """\
-exit status: 0; 1 if --findings found something; 2 if the trace cannot be read."""
+exit status: 0; 1 if --findings found something, or --checkpoint that the model is not that of the file;
+2 if the trace or the checkpoint cannot be read."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +45,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--leaf", metavar="GLOB", help="these parameters, buffers, inputs and outputs over time")
     add("--kernels", action="store_true", help="which implementation ran, and why")
     add("--findings", action="store_true", help="only what the run alone shows to be wrong")
+    add(
+        "--checkpoint",
+        metavar="FILE",
+        type=Path,
+        action="append",
+        default=[],
+        help="which tensors of this file never reached the model, and which of the model's it lacks; may be repeated",
+    )
     add("--format", choices=("text", "json"), default="text", help="text is the default")
 
 
@@ -52,6 +61,8 @@ def run(options: argparse.Namespace) -> int:
     from opdrift.tracefile.opening import load
 
     trace = load(options.trace)
+    if options.checkpoint:
+        return _checkpoint(trace, options)
     ops = _ops(trace, options)
     leaves = _leaves(trace, options.leaf)
     if options.format == "json":
@@ -149,6 +160,22 @@ def _text(
     if not (options.op is not None or options.scope or options.leaf or options.kernels):
         emit(trace_text.overview(trace, _findings(options.trace, trace), screen))
     return ExitCode.SAME
+
+
+def _checkpoint(trace: Trace, options: argparse.Namespace) -> int:
+    import json
+    import sys
+
+    from opdrift.checkpoints import check, dtypes_of, read
+    from opdrift.render import checkpoint_text
+    from opdrift.render.page import Screen
+
+    found = check(trace, read(options.checkpoint, dtypes=dtypes_of(trace)))
+    if options.format == "json":
+        emit(json.dumps(checkpoint_text.as_object(found), indent=2) + "\n")
+    else:
+        emit(checkpoint_text.checkpoint_report(found, Screen.of(sys.stdout)))
+    return ExitCode.SAME if found.whole else ExitCode.DIFFER
 
 
 def _status(found: Sequence[Finding], options: argparse.Namespace) -> int:

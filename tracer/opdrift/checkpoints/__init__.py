@@ -1,0 +1,20 @@
+"""Whether the tensors of a checkpoint reached the model of a trace, and which of the model's came from elsewhere."""
+
+from __future__ import annotations
+
+from opdrift.checkpoints.answer import Check, Missing, check, dtypes_of
+from opdrift.checkpoints.stored import StoredCheckpoint, StoredTensor, read
+from opdrift.checkpoints.told import compared, dropped, sentence
+
+__all__ = [
+    "Check",
+    "Missing",
+    "StoredCheckpoint",
+    "StoredTensor",
+    "check",
+    "compared",
+    "dropped",
+    "dtypes_of",
+    "read",
+    "sentence",
+]

@@ -1,0 +1,247 @@
+"""Hold the tensors of a checkpoint against the contents that a trace's parameters and buffers had."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from opdrift.checkpoints.model import Model, Own
+from opdrift.checkpoints.names import Renaming, match
+from opdrift.checkpoints.parts import made_of
+from opdrift.checkpoints.stored import Key, StoredCheckpoint, StoredTensor
+from opdrift.errors import CheckpointError
+from opdrift.provenance import Lineage
+from opdrift.provenance.ops import short_name
+from opdrift.tracefile.reader import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """A tensor of the checkpoint that never reached the model.
+
+    Attributes:
+        name: In the checkpoint.
+        own: What the model calls it; None if the model has nothing like it.
+        origin: In words, where the model's content came from instead; None where that is not known.
+    """
+
+    name: str
+    own: str | None
+    origin: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What became of a checkpoint.
+
+    Attributes:
+        source: Where it comes from, in words.
+        tensors: How many it holds.
+        arrived: Names in the checkpoint -> name in the model, of those whose content the model held.
+        casts: How many of them were cast to which dtype on the way.
+        exchanged: Of those: name in the checkpoint -> another name of the model that holds it instead.
+        fused: Of those: tensors of the model that are several of the checkpoint's, or the other way round.
+        missing: Those that never reached the model.
+        unknown: Names that cannot be judged: no content of that type and size is in the trace.
+        renamed: Leading words that differ.
+        extra: Parameters and buffers of the model that are not in the checkpoint.
+        own: How many parameters and buffers the trace names.
+    """
+
+    source: str
+    tensors: int
+    arrived: Mapping[str, str]
+    casts: Mapping[str, int]
+    exchanged: Mapping[str, str]
+    fused: Mapping[str, tuple[str, ...]]
+    missing: tuple[Missing, ...]
+    unknown: tuple[str, ...]
+    renamed: tuple[Renaming, ...]
+    extra: tuple[str, ...]
+    own: int
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of the checkpoint is in the model, and all of the model from it."""
+        return not (self.missing or self.exchanged or self.extra)
+
+
+def dtypes_of(trace: Trace) -> frozenset[str]:
+    """In which dtypes the trace's parameters and buffers are held."""
+    return frozenset(own.dtype for own in Model(trace).tensors.values())
+
+
+def check(trace: Trace, checkpoint: StoredCheckpoint) -> Check:
+    """What became of a checkpoint's tensors.
+
+    Raises:
+        CheckpointError: The trace names no parameter, or the checkpoint is of another model.
+    """
+    model = Model(trace)
+    if not model.tensors:
+        raise CheckpointError(
+            f"{trace.path} names no parameters: record with model=, or call a module inside the recording."
+        )
+    matching = _Matching(trace, model, checkpoint)
+    found = matching.result()
+    if found.arrived or matching.paired:
+        others = matching.other_sizes
+        if len(others) <= matching.paired:
+            return found
+        name, own = next(iter(others.items()))
+        raise CheckpointError(
+            f"{checkpoint.source} is of another model: {len(others)} of its {found.tensors} tensors have another"
+            f" size than in {trace.path}, such as {own.name}: {list(matching.shape(name))} in the checkpoint,"
+            f" {list(own.shape)} in the trace."
+        )
+    first = next(iter(model.tensors.values()))
+    raise CheckpointError(
+        f"{checkpoint.source} is of another model: none of its {found.tensors} tensors has the name and size, or"
+        f" the content, of one of the {found.own} parameters and buffers in {trace.path}, such as"
+        f" {first.name} {list(first.shape)}."
+    )
+
+
+class _Matching:
+    """One checkpoint and one trace."""
+
+    def __init__(self, trace: Trace, model: Model, checkpoint: StoredCheckpoint) -> None:
+        self._model = model
+        self._checkpoint = checkpoint
+        self._lineage = Lineage(trace)
+        self._stored = {tensor.name: tensor for tensor in checkpoint.tensors}
+        self._pairs, self._renamed = match(
+            {name: tensor.size for name, tensor in self._stored.items()},
+            {name: own.size for name, own in model.tensors.items()},
+        )
+        by_name, _ = match(dict.fromkeys(self._stored, 0), dict.fromkeys(model.tensors, 0))
+        #: name in the checkpoint -> the model's tensor of that name and another size
+        self.other_sizes = {
+            name: model.tensors[own]
+            for name, own in by_name.items()
+            if name not in self._pairs and model.tensors[own].size != self._stored[name].size
+        }
+        #: content -> names of the model that held it; of contents that tell something
+        self._holders: dict[Key, list[str]] = {}
+        for own in model.tensors.values():
+            for key in own.keys:
+                if not (own.constant and key == own.keys[0]):
+                    self._holders.setdefault(key, []).append(own.name)
+
+    @property
+    def paired(self) -> int:
+        """How many tensors have the name and size of one of the model's."""
+        return len(self._pairs)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor of the checkpoint."""
+        return self._stored[name].shape
+
+    def result(self) -> Check:
+        arrived: dict[str, str] = {}
+        casts: Counter[str] = Counter()
+        exchanged: dict[str, str] = {}
+        rest: list[StoredTensor] = []
+        for name, tensor in self._stored.items():
+            own = self._model.tensors.get(self._pairs.get(name, ""))
+            dtype = None if own is None else _held_as(tensor, own)
+            holder = self._holder(tensor)
+            if own is not None and dtype is not None:
+                arrived[name] = own.name
+                casts.update([dtype] if dtype != tensor.dtype else [])
+            elif holder is not None:
+                arrived[name] = holder
+                if own is not None:
+                    exchanged[name] = holder
+            else:
+                rest.append(tensor)
+        fused = self._fused(rest, set(arrived.values()))
+        for whole, parts in fused.items():
+            for name in (whole, *parts):
+                if name in self._stored and name not in arrived:
+                    arrived[name] = whole if name in parts else parts[0]
+        missing, unknown = self._missing(t for t in rest if t.name not in arrived)
+        covered = {*arrived.values(), *self._pairs.values(), *fused}
+        covered.update(part for parts in fused.values() for part in parts)
+        extra = [
+            name
+            for name in self._model.tensors
+            if name not in covered
+            and name not in self._model.passing
+            and not self._is_tied(name, covered)
+        ]
+        return Check(
+            self._checkpoint.source,
+            len(self._stored),
+            arrived,
+            casts,
+            exchanged,
+            fused,
+            tuple(missing),
+            tuple(unknown),
+            tuple(self._renamed),
+            tuple(extra),
+            len(self._model.tensors),
+        )
+
+    def _holder(self, tensor: StoredTensor) -> str | None:
+        """A name of the model that holds this content, whatever it is called."""
+        return next((h[0] for key in tensor.keys.values() if (h := self._holders.get(key))), None)
+
+    def _is_tied(self, name: str, covered: Iterable[str]) -> bool:
+        """Whether a name is another one of a tensor that is accounted for."""
+        own = self._model.tensors[name]
+        tensors = self._model.tensors
+        return any(each in tensors and tensors[each].value == own.value for each in covered)
+
+    def _fused(self, rest: list[StoredTensor], taken: set[str]) -> dict[str, tuple[str, ...]]:
+        """Wholes on either side that are parts of the other, under the model's names."""
+        stored = {t.name: list(t.keys.values()) for t in rest}
+        called = {name: self._as_own(name) for name in stored}
+        back = {own: name for name, own in called.items()}
+        own = {name: each.keys for name, each in self._model.tensors.items() if name not in taken}
+        renamed = {called[name]: keys for name, keys in stored.items()}
+        found = {
+            whole: tuple(back[part] for part in parts) for whole, parts in made_of(own, renamed)
+        }
+        found |= {back[whole]: parts for whole, parts in made_of(renamed, own)}
+        return found
+
+    def _as_own(self, name: str) -> str:
+        """What the model would call a tensor of the checkpoint, by what was exchanged elsewhere."""
+        for renaming in self._renamed:
+            if not renaming.stored or name.startswith(f"{renaming.stored}."):
+                rest = name[len(renaming.stored) + 1 :] if renaming.stored else name
+                return f"{renaming.own}.{rest}" if renaming.own else rest
+        return name
+
+    def _missing(self, rest: Iterable[StoredTensor]) -> tuple[list[Missing], list[str]]:
+        missing, unknown = [], []
+        for tensor in rest:
+            own = self._model.tensors.get(self._pairs.get(tensor.name, ""))
+            other = self.other_sizes.get(tensor.name)
+            if own is None and other is not None:
+                sizes = f"of shape {list(other.shape)}, in the checkpoint {list(tensor.shape)}"
+                missing.append(Missing(tensor.name, other.name, sizes))
+            elif own is None:
+                missing.append(Missing(tensor.name, None, None))
+            elif own.dtype not in tensor.keys:
+                unknown.append(tensor.name)  # a cast whose digest nobody worked out
+            else:
+                missing.append(Missing(tensor.name, own.name, self._origin(own)))
+        return missing, unknown
+
+    def _origin(self, own: Own) -> str | None:
+        found = self._lineage.of(own.value)
+        op = found.first_op or found.op
+        if found.kind == "drawn" and op is not None:
+            return f"drawn at random by {short_name(op)}"
+        if found.kind == "filled" and op is not None:
+            return f"filled by {short_name(op)}"
+        return "all one number" if own.constant else None
+
+
+def _held_as(tensor: StoredTensor, own: Own) -> str | None:
+    """In which dtype the model held a stored content, at any time; None if it never did."""
+    return next((dtype for dtype, key in tensor.keys.items() if key in own.keys), None)
