@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from opdrift.batches.tracking import Batches
     from opdrift.buffers import ThreadBuffers
     from opdrift.kernels import Watch
+    from opdrift.kernels.answers import Answers
     from opdrift.sources import Sources
 
 #: Arguments that are their own identity.
@@ -149,6 +150,8 @@ class RecordingMode(TorchDispatchMode):
         self.recording = True
         #: what looks on while an op runs
         self.watches: tuple[Watch, ...] = ()
+        #: what torch says of the backends of an attention that has run
+        self.answers: Answers | None = None
 
     def use_keys(self, keys: DispatchKeys | None) -> None:
         """The program's own dispatch keys, for ops that need them."""
@@ -337,6 +340,9 @@ class RecordingMode(TorchDispatchMode):
             self._failed(plan.name, error)
             row = (seq, started, ended - started, number, rng, signature, source, phase)
             self._cut_short(t, plan, ids, ins, mutated, *row, flags | TRACER_FAILED)
+        if plan.asks == ATTENTION and self.answers is not None:
+            use, state = Use(plan, args, kwargs or _NO_ARGUMENTS), self._switches
+            self.answers.after(t, seq, use, signature=signature, flags=flags, switches=state)
         if self._batches is not None:
             self._follow(self._batches, t, plan, signature, args, kwargs or _NO_ARGUMENTS, out)
         return out

@@ -31,6 +31,7 @@ from opdrift.fingerprint.devices import Devices
 from opdrift.fingerprint.engine import load_engine
 from opdrift.fingerprint.tensors import WITHOUT_CONTENT
 from opdrift.imports import watch_imports
+from opdrift.kernels.answers import Answers
 from opdrift.kernels.full import watching
 from opdrift.mode import RecordingMode
 from opdrift.naming import Naming
@@ -197,16 +198,8 @@ class Recorder:
             batches=self._batches,
         )
         self._mode.use_keys(dispatch_keys())
-        self._scopes = Scopes(
-            self._here,
-            self._sources,
-            write_name=spool.name,
-            flush=spool.flush,
-            failed=self._failed,
-            on_root=self._root_called,
-            on_call=self._mode.look_at_general_switches,
-            on_root_done=self._root_returned,
-        )
+from opdrift.kernels.answers import Answers
+from opdrift.kernels.full import watching
 
     def _follow_batch(self) -> Batches | None:
         """What follows the batch; None where nobody asked, or where one sample without lengths is the batch."""

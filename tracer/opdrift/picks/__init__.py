@@ -117,12 +117,12 @@ class Picks:
             return None
         if call.facts.empty:
             return Pick(name, "ATen", None, "an operand has no elements: torch computes zeros")
-        choice = call.choice()
-        if choice is None or choice.backend is None:
+        backend = call.taken()
+        if backend is None:
             return None
-        device = call.facts.device
-        library = _LIBRARY.get((device, choice.backend), "ATen")
-        found = Pick(name, library, choice.backend, "by torch's rules; the op is not split here")
+        library = _LIBRARY.get((call.facts.device, backend), "ATen")
+        by = "torch's own check" if call.answers else "torch's rules"
+        found = Pick(name, library, backend, f"by {by}; the op is not split here")
         return self._with_refusals(found, call, index)
 
     def _with_refusals(self, found: Pick, call: SdpaCall | None, index: int) -> Pick:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final
 
+from opdrift.picks.answers import TorchsAnswers
 from opdrift.picks.attention import AttentionRegion
 from opdrift.picks.sdpa import (
     DEFAULT_ORDER,
@@ -33,15 +34,28 @@ from opdrift.records import (
 
 #: Said of a backend that the rules would have taken.
 UNKNOWN: Final = "torch refused it, for a reason that the trace does not hold"
+#: What torch's own check, asked after the op, adds to that.
+_REFUSES: Final = "torch's own check refuses it, for a reason that opdrift does not know"
+_TAKES: Final = "torch refused it, but its own check takes what the op got: heads may have been padded, or a mask expanded, in between"
+_CONFIRMED: Final = " (confirmed by torch)"
+_DENIED: Final = " (by opdrift's rules; torch's own check, asked after the op, takes it)"
 
 
 @dataclass(frozen=True, slots=True)
 class SdpaCall:
-    """One call, with what it was chosen by; `gpu` is None on a CPU, and where it is not known."""
+    """One call, with what it was chosen by.
+
+    Attributes:
+        facts: Of the call.
+        switches: In force at it.
+        gpu: None on a CPU, and where it is not known or none that the rules are for.
+        answers: Backend -> whether torch, asked after the op, would have let it compute the call.
+    """
 
     facts: Facts
     switches: Switches
     gpu: Gpu | None
+    answers: Mapping[str, bool] = field(default_factory=dict[str, bool])
 
     @property
     def judged(self) -> bool:
@@ -52,10 +66,26 @@ class SdpaCall:
         """What torch's rules say; None where they ask for what is not known."""
         return choose(self.facts, self.switches, self.gpu) if self.judged else None
 
+    def taken(self) -> str | None:
+        """The backend that torch takes, by its own answers where it was asked; None where that is not known."""
+        if not self.answers:
+            choice = self.choice()
+            return None if choice is None else choice.backend
+        if not self.judged:
+            return None  # the order of backends is not known
+        for backend in self._tried():
+            if self.answers.get(backend) or (backend == MATH and self.switches.math):
+                return backend
+        return None
+
     def refused_before(self, backend: str) -> dict[str, str]:
         """Backends that torch tries before one that ran, and why each refuses."""
         if not self.judged:
-            return {}
+            return {
+                name: _REFUSES
+                for name, takes in self.answers.items()
+                if not takes and name != backend
+            }
         found: dict[str, str] = {}
         for other in self._tried():
             if other == backend:
@@ -63,8 +93,16 @@ class SdpaCall:
             if other == MATH or (rules := self._rules(other)) is None:
                 continue
             why = objections(rules, self.facts, self.switches, self.gpu or Gpu(0, 0))
-            found[other] = "; also ".join(why) or UNKNOWN
+            found[other] = self._said("; also ".join(why), self.answers.get(other))
         return {}  # the backend is none that torch tries, so its order says nothing
+
+    def _said(self, why: str, takes: bool | None) -> str:
+        """What the rules object, beside what torch's own check says of it."""
+        if takes is None:
+            return why or UNKNOWN
+        if why:
+            return why + (_DENIED if takes else _CONFIRMED)
+        return _TAKES if takes else _REFUSES
 
     def _tried(self) -> tuple[str, ...]:
         if self.gpu is None:
@@ -83,6 +121,7 @@ class SdpaCalls:
     def __init__(self, flow: Flow, settings: Settings) -> None:
         self._flow = flow
         self._settings = settings
+        self._answers = TorchsAnswers(flow.trace)
 
     def of_op(self, index: int) -> SdpaCall | None:
         """The call that a fused op is, or that is seen whole; None if it is no such op."""
@@ -96,7 +135,7 @@ class SdpaCalls:
         if mask is not None and op.flags & MASK_GRAD:
             mask = replace(mask, requires_grad=True)
         grouped = arguments.get("enable_gqa")
-        return self._call(
+        call = self._call(
             Facts(
                 query,
                 key,
@@ -110,6 +149,7 @@ class SdpaCalls:
             ),
             op.seq,
         )
+        return replace(call, answers=self._answers.of(index))
 
     def of_region(self, region: AttentionRegion) -> SdpaCall:
         """The call that torch's math path computed."""
@@ -156,9 +196,9 @@ class SdpaCalls:
 
     def _gpu(self, capability: object) -> Gpu | None:
         found = re.fullmatch(r"(\d+)\.(\d+)", str(capability))
-        if found is None:
-            return None
         header = self._flow.trace.header
+        if found is None or "hip" in header.versions:
+            return None  # AMD's have rules of their own, which are not written down here
         return Gpu(
             int(found[1]),
             int(found[2]),

@@ -44,6 +44,7 @@ _ARGUMENTS: Final[dict[str, tuple[str, ...]]] = {
     "addmm": ("self", "mat1", "mat2"),
     "embedding": ("weight", "indices"),
     "native_layer_norm": ("input", "normalized_shape", "weight", "bias", "eps"),
+    "scaled_dot_product_attention": ("query", "key", "value", "attn_mask"),
     "_scaled_dot_product_flash_attention_for_cpu": ("query", "key", "value"),
     "_scaled_dot_product_flash_attention": ("query", "key", "value"),
     "_scaled_dot_product_efficient_attention": ("query", "key", "value", "attn_bias"),
