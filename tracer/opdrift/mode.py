@@ -341,7 +341,7 @@ class RecordingMode(TorchDispatchMode):
             row = (seq, started, ended - started, number, rng, signature, source, phase)
             self._cut_short(t, plan, ids, ins, mutated, *row, flags | TRACER_FAILED)
         if plan.asks == ATTENTION and self.answers is not None:
-            use, state = Use(plan, args, kwargs or _NO_ARGUMENTS), self._switches
+            use, state = Use(plan, args, kwargs or _NO_ARGUMENTS), t.switches
             self.answers.after(t, seq, use, signature=signature, flags=flags, switches=state)
         if self._batches is not None:
             self._follow(self._batches, t, plan, signature, args, kwargs or _NO_ARGUMENTS, out)

@@ -198,8 +198,18 @@ class Recorder:
             batches=self._batches,
         )
         self._mode.use_keys(dispatch_keys())
-from opdrift.kernels.answers import Answers
-from opdrift.kernels.full import watching
+        if self._options.kernels != "off":
+            self._mode.answers = Answers(spool.mark, self._failed)
+        self._scopes = Scopes(
+            self._here,
+            self._sources,
+            write_name=spool.name,
+            flush=spool.flush,
+            failed=self._failed,
+            on_root=self._root_called,
+            on_call=self._mode.look_at_general_switches,
+            on_root_done=self._root_returned,
+        )
 
     def _follow_batch(self) -> Batches | None:
         """What follows the batch; None where nobody asked, or where one sample without lengths is the batch."""

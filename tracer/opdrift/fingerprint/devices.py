@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import torch
 from torch import Tensor
-from torch._C._profiler import _RecordFunctionFast
 
 from opdrift.fingerprint.accelerator import Accelerator
 from opdrift.fingerprint.device_ring import Batch, DoesNotFitError, Kernel, Ring
@@ -22,7 +21,6 @@ from opdrift.fingerprint.partials import Rows
 from opdrift.fingerprint.row import ROW
 from opdrift.fingerprint.tensors import can_fingerprint, kinds_by_dtype, plain, plain_on_device
 from opdrift.fingerprint.torch_ops import TorchOps
-from opdrift.kernels.kineto import OWN
 
 if TYPE_CHECKING:
     from opdrift.fingerprint.engine import Engine
@@ -128,10 +126,7 @@ class Devices:
             with place.accelerator.current():
                 if place.accelerator.is_capturing():
                     return CAPTURED
-                with _RecordFunctionFast(
-                    OWN
-                ):  # so that a profile tells our kernels from the program's
-                    reason = self._enqueue(place, tensor, batch, value)
+                reason = self._enqueue(place, tensor, batch, value)
             if reason is not None:
                 return reason
             if then is not None:

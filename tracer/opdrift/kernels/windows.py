@@ -1,7 +1,7 @@
 """Kernel names of ops on CUDA and ROCm devices, by profiling one window of ops after the other.
 
 A window ends between two ops, after the devices have finished: then every kernel in it has its op. What is kept of
-a window are names; its events, eight for each op and 20 to 30 us to collect, are dropped (notes: kernels, 6).
+a window are names; its events are dropped (notes: kernels, 6).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from time import time_ns as now
 from typing import Any, Final, Protocol
 
 import torch
@@ -19,20 +20,24 @@ from torch._C._profiler import (
     ProfilerActivity,
     ProfilerConfig,
     ProfilerState,
+    RecordScope,
     _ExperimentalConfig,
-    _RecordFunctionFast,
 )
 
 from opdrift.kernels import profilers
-from opdrift.kernels.kineto import ANNOTATION, Event, Launch, join, read_event
+from opdrift.kernels.kineto import Event, Interval, join, read_event
 from opdrift.kernels.observed import ObservedOps
 from opdrift.kernels.profilers import ProgramsProfiler
 
 log = logging.getLogger("opdrift")
 
-#: Ops of one window: some 10 MB of events.
+#: Ops of one window: a few MB of events.
 WINDOW: Final = 2000
-#: Kernels outside ops that are named at one place, the commonest first.
+#: Host events that are asked for, which nothing makes: a profile that ends within one ends the process (kineto).
+_NO_HOST_EVENTS: Final = frozenset({RecordScope.STATIC_RUNTIME_MODEL})
+#: So far may a launch lie outside its window before the clocks are said to differ.
+_SLACK_NS: Final = 1_000_000
+#: Kernels without a launch that a window names, the commonest first.
 _NAMED: Final = 20
 _LOG_LEVEL: Final = "KINETO_LOG_LEVEL"
 
@@ -54,7 +59,7 @@ class Device(Protocol):
 class Cuda:
     """All CUDA or ROCm devices of the process."""
 
-    activities = frozenset({ProfilerActivity.CPU, ProfilerActivity.CUDA})
+    activities = frozenset({ProfilerActivity.CUDA})
 
     def is_ready(self) -> bool:
         """As the protocol says; a program that has not touched a device yet is left alone."""
@@ -122,11 +127,13 @@ class Windows:
             # autograd's threads, too, and a window may end on any of them
             _ExperimentalConfig(profile_all_threads=True),
         )
-        self._open = self._off = self._said = False
-        #: numbers of the ops of this window, and of those of them that have not returned
-        self._ops: list[int] = []
-        self._running: set[int] = set()
-        self._annotations = threading.local()
+        self._off = self._said = False
+        #: when the present window was opened; 0 while there is none
+        self._opened = 0
+        self._intervals: list[Interval] = []
+        #: ops of the present window that have not returned: number -> thread, start
+        self._running: dict[int, tuple[int, int]] = {}
+        self._me = _Thread()
 
     # ---- around ops ------------------------------------------------------------------------------------
 
@@ -138,29 +145,19 @@ class Windows:
 
     def begin(self, seq: int, name: str = "", /) -> None:
         """The op with this number runs next on this thread, whatever its name."""
-        annotation = None
         try:
-            if self._is_ours() and self._enter(seq):
-                annotation = _RecordFunctionFast(f"{ANNOTATION}{seq}")
-                annotation.__enter__()
+            if self._is_ours():
+                self._enter(seq)
         except Exception as error:
             self._give_up(error)
-        stack = getattr(self._annotations, "stack", None)
-        if stack is None:
-            stack = self._annotations.stack = []
-        stack.append(annotation)
 
-    def end(self, seq: int) -> None:
+    def end(self, seq: int, /) -> None:
         """It has returned, or raised."""
-        annotation = self._annotations.stack.pop()
-        if annotation is None:
-            return
-        try:
-            annotation.__exit__(None, None, None)
-            with self._lock:
-                self._running.discard(seq)
-        except Exception as error:
-            self._give_up(error)
+        ended = now()
+        with self._lock:
+            began = self._running.pop(seq, None)
+            if began is not None:  # else its window was over before it
+                self._intervals.append(Interval(seq, *began, ended))
 
     def close(self) -> None:
         """Write what was seen, and leave torch as it was."""
@@ -174,18 +171,16 @@ class Windows:
                 self._give_up(error)
             self._off = True
 
-    def _enter(self, seq: int) -> bool:
-        """Make sure that a window is open, and count an op in it; False if it cannot be watched."""
+    def _enter(self, seq: int) -> None:
+        """Note when an op begins, if a window is open or can be opened."""
         with self._lock:
             if self._off:
-                return False
-            if len(self._ops) >= self._size and not self._running and self._device.is_ready():
+                return
+            full = len(self._intervals) >= self._size and not self._running
+            if full and self._device.is_ready():
                 self._finish()
-            if not self._open and not self._start():
-                return False
-            self._ops.append(seq)
-            self._running.add(seq)
-            return True
+            if self._opened or self._start():
+                self._running[seq] = self._me.ident, now()
 
     def _is_ours(self) -> bool:
         """A forked child has no profiler: the threads that work for it were not forked."""
@@ -206,18 +201,18 @@ class Windows:
         self._programs.we_profile()
         with _quiet():
             profilers.prepare(self._config, set(self._device.activities))
-            profilers.start(self._config, set(self._device.activities))
-        self._open, self._said = True, False
+            profilers.start(self._config, set(self._device.activities), set(_NO_HOST_EVENTS))
+        self._opened, self._said = now(), False
         return True
 
     def _finish(self) -> None:
         """End the window, and note what its ops ran."""
-        if not self._open:
+        if not self._opened:
             self._observed.write()
             return
-        self._open = False
-        ops, self._ops = self._ops, []
-        cut, self._running = self._running, set()
+        opened, self._opened = self._opened, 0
+        intervals, self._intervals = self._intervals, []
+        cut, self._running = self._running, {}
         try:
             if self._device.is_ready():
                 self._device.synchronize()
@@ -226,15 +221,26 @@ class Windows:
         if result is None:
             self._refuse("torch's profiler has lost its events")
             return
-        found = join(self._read(result.events()))
-        for seq in ops:
-            names = [launch.name for launch in found.ops.get(seq, ())]
-            own = _told(found.after.get(seq, ()), "launched after this op by the program itself")
-            self._observed.add(seq, names, raw=own, ambiguous=seq in cut)
-        if ops and found.unknown:
-            self._observed.add(
-                ops[-1], raw=_told(found.unknown, "launched by nothing that the profiler saw")
-            )
+        closed = now()
+        intervals += [Interval(seq, *began, closed) for seq, began in cut.items()]
+        events = list(self._read(result.events()))
+        for event in events:
+            early, late = opened - _SLACK_NS - event.start, event.start - closed - _SLACK_NS
+            if event.kind == "launch" and max(early, late) > 0:
+                self._off = True
+                self._refuse(f"the profiler's clock is {max(early, late)} ns off the system's")
+                return
+        self._note(events, sorted(intervals, key=lambda each: each.seq), cut)
+
+    def _note(
+        self, events: list[Event], intervals: list[Interval], cut: Mapping[int, object]
+    ) -> None:
+        found = join(events, intervals)
+        for seq in (interval.seq for interval in intervals):
+            names = [event.name for event in found.ops.get(seq, ())]
+            self._observed.add(seq, names, ambiguous=seq in cut)
+        if intervals and found.unknown:
+            self._observed.add(intervals[-1].seq, raw=_told(found.unknown))
         self._observed.write()
 
     def _make_way(self) -> None:
@@ -243,7 +249,7 @@ class Windows:
             return
         with self._lock:
             try:
-                if self._open:
+                if self._opened:
                     self._finish()
                     self._refuse("the program started its own profiler, and there can be only one")
             except Exception as error:
@@ -265,13 +271,23 @@ class Windows:
         """Leave the profiler alone from now on."""
         with self._lock:
             self._off = True
-            self._open = False
+            if self._opened:
+                self._opened = 0
+                profilers.end()
         self._failed("kernel names", error)
 
 
-def _told(launches: Sequence[Launch], why: str) -> list[str]:
-    """`3 times NAME, launched outside every op`."""
-    counts = Counter(launch.name for launch in launches)
+class _Thread(threading.local):
+    """The current thread, as kineto numbers it."""
+
+    def __init__(self) -> None:
+        self.ident = threading.get_native_id()
+
+
+def _told(events: Sequence[Event]) -> list[str]:
+    """`3 times NAME, launched by nothing that the profiler saw`."""
+    why = "launched by nothing that the profiler saw"
+    counts = Counter(event.name for event in events)
     words = [
         f"{f'{count} times ' if count > 1 else ''}{name}, {why}"
         for name, count in counts.most_common(_NAMED)
