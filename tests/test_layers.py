@@ -32,7 +32,7 @@ LAYERS: tuple[tuple[int, str, str], ...] = (
     (
         3,
         READING,
-        "bounds case compare extracalls flow leaves matches orders pairs parts picks provenance samples settings sinks steps",
+        "bounds case compare extracalls flow leaves matches modelsettings orders pairs parts picks provenance samples settings sinks steps",
     ),
     (4, READING, "causes checkpoints findings foreign moves origins receivers sizes world"),
     (5, READING, "diagnose"),

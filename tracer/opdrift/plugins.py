@@ -79,6 +79,15 @@ class OwnsParameters(Protocol):
         ...
 
 
+@runtime_checkable
+class SeesCalls(Protocol):
+    """An integration that wants to know when the program calls a model."""
+
+    def called(self, module: Any, args: Any, kwargs: Any) -> None:
+        """`module` is about to be called from outside every module; the arguments are not to be changed."""
+        ...
+
+
 class Exporter(Protocol):
     """Turns a trace into another format."""
 

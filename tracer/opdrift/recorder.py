@@ -37,7 +37,7 @@ from opdrift.mode import RecordingMode
 from opdrift.naming import Naming
 from opdrift.neutral import around_compilation, around_generated_code, dispatch_keys, silent
 from opdrift.options import Options, check_options, check_tensor, check_text, finite
-from opdrift.plugins import Integration, OwnsParameters, installed_integrations
+from opdrift.plugins import Integration, OwnsParameters, SeesCalls, installed_integrations
 from opdrift.records import TRACE_SCHEMA, Batch
 from opdrift.scopes import Scopes, name_arguments, walk
 from opdrift.sources import Sources
@@ -129,6 +129,7 @@ class Recorder:
         self._failures: dict[tuple[str, str], int] = {}
         #: threads that called modules, and whose ops are not recorded
         self._unrecorded: set[int] = set()
+        self._told_of_calls: list[SeesCalls] = []
         #: devices without a kernel, as notes
         self._slow_devices: list[str] = []
         #: why kernels were not watched although that was asked for, as notes
@@ -513,6 +514,8 @@ class Recorder:
                 self._naming.model(t, module, self._scopes.path_of(module) or "")
             with self._seeding(list(name_arguments(module, args, kwargs))):
                 self._naming.arguments(t, module, args, kwargs)
+            for each in self._told_of_calls:
+                self._guarded("a call", partial(each.called, module, args, kwargs))
 
     def _root_returned(self, t: ThreadBuffers, module: Module, call: int, output: Any) -> None:
         with silent():
@@ -563,6 +566,8 @@ class Recorder:
             self._stack.enter_context(integration.attach(self))
             if isinstance(integration, OwnsParameters):
                 self._naming.owners.append(integration)
+            if isinstance(integration, SeesCalls):
+                self._told_of_calls.append(integration)
         except Exception as error:
             self._failed(f"integration {integration.name}", error)
 

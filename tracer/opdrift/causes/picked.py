@@ -8,6 +8,7 @@ from typing import Final
 
 from opdrift.case import Side
 from opdrift.causes.evidence import SIDES, Evidence
+from opdrift.modelsettings import ATTENTION
 from opdrift.picks import AttentionRegion, SdpaCall, decisive
 from opdrift.records import Pick, Sides
 
@@ -67,6 +68,11 @@ def choices(e: Evidence) -> Choices | None:
         f"{label}: not {other}: {why}"
         for label, p in zip(SIDES, (left, right), strict=True)
         for other, why in p.refused.items()
+    ]
+    evidence += [
+        f"{d.name}: left {d.left}, right {d.right}"
+        for d in e.shared.environment
+        if d.name.startswith(ATTENTION)
     ]
     changed = decisive(a, b) if a is not None and b is not None else []
     evidence += [f"what changed the pick: {each}" for each in changed]

@@ -37,6 +37,7 @@ from opdrift.diagnose.surroundings import (
 )
 from opdrift.errors import IncomparableTracesError
 from opdrift.flow import made_from
+from opdrift.modelsettings import settings_differences
 from opdrift.origins.effects import lost_from_sight
 from opdrift.origins.joints import narrowed
 from opdrift.origins.model import Origin
@@ -85,7 +86,10 @@ def diagnose(
     case = build_case(left, right, maps, samples=samples)
     if nothing_in_common(case.left.contents, case.right.contents, case.pairing):
         raise _unrelated(case)
-    environment = without_unused_seeds(case, environment_of(left.header, right.header))
+    environment = (
+        *without_unused_seeds(case, environment_of(left.header, right.header)),
+        *settings_differences(left, right),
+    )
     whole = left.complete and right.complete
     found = find_origins(case, whole=whole)
     if not found.origins and (not whole or (samples is not None and not found.sinks)):
