@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -354,7 +353,7 @@ def test_traces_with_nothing_in_common(traces, tmp_path, python, capsys):
         ([], "two traces"),
         (["base.trace"], "two traces"),
         (["base.trace", "same.trace", "eps.trace"], "two traces"),
-        (["base.trace", "same.trace", "--format", "html"], "html is not in this version"),
+        (["base.trace", "same.trace", "--format", "html"], "such as -o report.html"),
         (["base.trace", "--across-ranks"], "--across-ranks is not in this version"),
         (["base.trace", "same.trace", "--rtol", "1e-3"], "--rtol and --atol belong together"),
         (["base.trace", "same.trace", "-q", "--format", "json"], "-q prints only the verdict"),
@@ -424,8 +423,6 @@ def test_help_of_every_command(arguments, capsys):
     out, _ = said(capsys)
     assert stop.value.code == 0
     assert out.startswith("usage: opdrift")
-    promised = re.findall(r"html(?!\}|: not\s+yet\s+in\s+this\s+version)", out)
-    assert not promised
     assert "export" not in out
 
 

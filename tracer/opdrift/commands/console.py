@@ -97,10 +97,12 @@ def write_report(path: Path, text: str) -> None:
         if path.exists() and not path.is_file():  # /dev/stdout, a named pipe: nothing to replace
             path.write_text(text, encoding="utf-8", newline="\n")
             return
-        partial.write_text(text, encoding="utf-8", newline="\n")
-        partial.replace(path)
+        try:
+            partial.write_text(text, encoding="utf-8", newline="\n")
+            partial.replace(path)
+        finally:  # whatever ends it, an interrupt too; nothing is left there where it succeeded
+            partial.unlink(missing_ok=True)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise InvalidOptionError(
             f"-o {path}: cannot be written ({error.strerror or error}); give another path."
         ) from None

@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--format",
         choices=("text", "json", "markdown", "html"),
         default="text",
-        help="text is the default; html: not yet in this version",
+        help="text is the default; html is one page to open in a browser, and needs -o FILE",
     )
     add(
         "-o",
@@ -132,10 +132,6 @@ def _check(options: argparse.Namespace) -> None:
         raise InvalidOptionError(
             "--across-ranks is not in this version of opdrift; `diff-trace LEFT RIGHT` compares two distributed runs rank by rank."
         )
-    if options.format == "html":
-        raise InvalidOptionError(
-            "--format html is not in this version of opdrift; choose text, json or markdown."
-        )
     if len(options.traces) != 2:
         raise InvalidOptionError(
             f"diff-trace compares two traces, LEFT and RIGHT; {len(options.traces)} were given."
@@ -152,6 +148,10 @@ def _check(options: argparse.Namespace) -> None:
         )
     if options.output is not None:
         check_output(options.output)
+    elif options.format == "html":
+        raise InvalidOptionError(
+            "--format html writes a page for a browser, not for a terminal: name its file with -o, such as -o report.html."
+        )
     elif options.quiet and options.format != "text":
         raise InvalidOptionError(
             f"-q prints only the verdict, and no {options.format}; leave one of them out, or write the report with -o FILE."
@@ -234,20 +234,40 @@ def _rendered(
 
         # it is made to be pasted where others read: no path of this machine that need not be there
         return relative(markdown.render(diagnosis), screen.folder)
+    if options.format == "html":
+        return _page(diagnosis, traces, options, screen)
     from opdrift.render import text
 
     if not diagnosis.exact:  # logs of another tool: no trace to look further into
         return text.render(diagnosis, screen, options=_chosen(options))
-    left, right = (
-        _opened(t, one)
-        for t, one in ((traces.left, diagnosis.left), (traces.right, diagnosis.right))
-    )
+    left, right = _both(diagnosis, traces)
     types = {path: type_ for path, type_ in left.module_types.items() if type_}
     pages = [
         text.render(diagnosis, screen, module_types=types, options=_chosen(options)),
         *_views(diagnosis, left, right, options, screen),
     ]
     return "".join(pages)
+
+
+def _page(
+    diagnosis: Diagnosis, traces: Sides[Trace | Path], options: argparse.Namespace, screen: Screen
+) -> str:
+    from opdrift.records import Sides
+    from opdrift.render import html
+
+    return html.render(
+        diagnosis,
+        Sides(*_both(diagnosis, traces)) if diagnosis.exact else None,
+        samples=options.samples,
+        maps=options.map,
+        options=_chosen(options),
+        folder=screen.folder,
+    )
+
+
+def _both(diagnosis: Diagnosis, traces: Sides[Trace | Path]) -> tuple[Trace, Trace]:
+    """The traces that the answer is about, opened."""
+    return _opened(traces.left, diagnosis.left), _opened(traces.right, diagnosis.right)
 
 
 def _opened(trace: Trace | Path, summary: TraceSummary) -> Trace:

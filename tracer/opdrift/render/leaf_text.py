@@ -34,7 +34,7 @@ def _origins(lineage: Lineage, seen: Sequence[Leaf]) -> list[str]:
     """How each content of a leaf came to be; a content that came the same way is said once."""
     lines: list[str] = []
     for leaf in seen:
-        line = _came_from(lineage.of(leaf.value))
+        line = came_from(lineage.of(leaf.value))
         if line not in lines:
             lines.append(line)
     return lines
@@ -47,7 +47,8 @@ _UNWRITTEN: Final = {
 }
 
 
-def _came_from(found: Provenance) -> str:
+def came_from(found: Provenance) -> str:
+    """How a content came to be, in a line."""
     if found.op is None:
         return _UNWRITTEN.get(found.kind, found.kind)
     said = [
@@ -77,7 +78,8 @@ def _verb(found: Provenance) -> str:
     return found.kind
 
 
-_WHEN: Final = {
+#: Moments at which a leaf is seen, in words.
+WHEN: Final = {
     "entry": "on entry",
     "use": "at first use",
     "changed": "changed with no recorded op",
@@ -88,6 +90,6 @@ _WHEN: Final = {
 
 
 def _sighting(trace: Trace, leaf: Leaf) -> str:
-    when = _WHEN.get(leaf.when, leaf.when)
+    when = WHEN.get(leaf.when, leaf.when)
     after = f" after op {count(leaf.seq)}" if leaf.seq else ""
     return f"{when}{after}: {content(trace, leaf.value)}"

@@ -12,7 +12,7 @@ from opdrift.align import Maps, Pairing, align
 from opdrift.compare import difference
 from opdrift.contents import Contents
 from opdrift.pairs import UNKNOWN, Compared
-from opdrift.records import Diagnosis
+from opdrift.records import Diagnosis, Sides
 from opdrift.samples import SampleContents
 from opdrift.tracefile.columns import Ints
 from opdrift.tracefile.reader import Trace
@@ -36,7 +36,7 @@ TONES: Final[dict[Mark, str]] = {
     "+": "good",
     "?": "quiet",
 }
-_MARKS: Final[tuple[Mark, ...]] = ("=", "x", "~", "-", "+", "?")
+MARKS: Final[tuple[Mark, ...]] = ("=", "x", "~", "-", "+", "?")
 _EQUAL, _BEGINS, _INHERITED, _LEFT, _RIGHT, _UNKNOWN = range(6)
 
 
@@ -55,20 +55,23 @@ class Rows:
     Attributes:
         left: Per row the left op's index, -1 if it has none.
         right: Per row the right op's index, -1 if it has none.
+        codes: Per row its mark, as a place in `MARKS`.
         focus: The row of the first divergence; None where it is in no op.
+        compared: What is equal in the pairs, and what differs.
     """
 
     def __init__(self, compared: Compared, diagnosis: Diagnosis) -> None:
+        self.compared = compared
         self.traces = (compared.left.trace, compared.right.trace)
         self._contents = (compared.left, compared.right)
         self.left, self.right = _merged(compared.pairing)
-        self._codes = _codes(compared, self.left, self.right)
+        self.codes = _codes(compared, self.left, self.right)
         for origin in diagnosis.origins:
-            row = self._at(origin.seq.left, origin.seq.right)
+            row = self.at(origin.seq)
             if row is not None:
-                self._codes[row] = _BEGINS
+                self.codes[row] = _BEGINS
         shown = diagnosis.first or diagnosis.first_bitwise
-        self.focus = None if shown is None else self._at(shown.seq.left, shown.seq.right)
+        self.focus = None if shown is None else self.at(shown.seq)
 
     def __len__(self) -> int:
         return len(self.left)
@@ -76,12 +79,12 @@ class Rows:
     def __getitem__(self, row: int) -> Row:
         left, right = int(self.left[row]), int(self.right[row])
         return Row(
-            None if left < 0 else left, None if right < 0 else right, _MARKS[int(self._codes[row])]
+            None if left < 0 else left, None if right < 0 else right, MARKS[int(self.codes[row])]
         )
 
     def marks(self) -> list[Mark]:
         """The mark of every row."""
-        return [_MARKS[code] for code in self._codes.tolist()]
+        return [MARKS[code] for code in self.codes.tolist()]
 
     def size(self, row: int) -> float | None:
         """How far apart a row's first output is that differs and can be told; None where none can."""
@@ -98,9 +101,10 @@ class Rows:
                 return relative
         return None
 
-    def _at(self, left: int | None, right: int | None) -> int | None:
+    def at(self, seqs: Sides[int | None]) -> int | None:
+        """The row of an op, by its number in the run that has it; None where no op has it."""
         for seq, trace, column in zip(
-            (left, right), self.traces, (self.left, self.right), strict=True
+            (seqs.left, seqs.right), self.traces, (self.left, self.right), strict=True
         ):
             index = None if seq is None else trace.index_of(seq)
             if index is not None:

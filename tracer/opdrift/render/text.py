@@ -296,6 +296,15 @@ def describe(one: TraceSummary) -> str:
 def _next(
     page: Page, diagnosis: Diagnosis, shown: Divergence | None, options: Sequence[str]
 ) -> None:
+    page.line()
+    for number, command in enumerate(further(diagnosis, shown, options)):
+        page.command("      " if number else "next: ", command)
+
+
+def further(
+    diagnosis: Diagnosis, shown: Divergence | None, options: Sequence[str] = ()
+) -> list[str]:
+    """The commands that look further into what a report opens with; `options` as in `render`."""
     left, right = (shlex.quote(one.path) for one in (diagnosis.left, diagnosis.right))
     commands = []
     if shown is not None and shown.name is not None and shown.kind in ("leaf", "hidden-write"):
@@ -304,9 +313,7 @@ def _next(
         commands.append(f"opdrift show {left} --op {shown.seq.left}")
     elif shown is not None and shown.seq.right is not None:
         commands.append(f"opdrift show {right} --op {shown.seq.right}")
-    commands.append(
-        " ".join(["diff-trace", left, right, *map(shlex.quote, options), "--side-by-side"])
-    )
-    page.line()
-    for number, command in enumerate(commands):
-        page.command("      " if number else "next: ", command)
+    return [
+        *commands,
+        " ".join(["diff-trace", left, right, *map(shlex.quote, options), "--side-by-side"]),
+    ]

@@ -178,7 +178,9 @@ def one_op(trace: Trace, op: Op, screen: Screen) -> str:
     if op.source is not None:
         where.append(readable(str(op.source)))
     page.field("where", where)
-    plain = [f"{name(n)}={_argument(a)}" for n, a in op.signature.arguments if not _is_tensor(a)]
+    plain = [
+        f"{name(n)}={argument_text(a)}" for n, a in op.signature.arguments if not holds_tensor(a)
+    ]
     if plain:
         page.field("arguments", (", ".join(plain),))
     for label, values in (("inputs", op.inputs), ("outputs", op.outputs)):
@@ -218,15 +220,17 @@ def _kernel(trace: Trace, op: Op) -> list[str]:
     return lines
 
 
-def _is_tensor(argument: Argument) -> bool:
+def holds_tensor(argument: Argument) -> bool:
+    """Whether an argument is a tensor, or a list with one in it."""
     if isinstance(argument, tuple):
-        return any(_is_tensor(a) for a in argument)
+        return any(holds_tensor(a) for a in argument)
     return isinstance(argument, TensorArgument)
 
 
-def _argument(argument: Argument) -> str:
+def argument_text(argument: Argument) -> str:
+    """An argument that is no tensor, as it is shown."""
     if isinstance(argument, tuple):
-        return f"[{', '.join(map(_argument, argument))}]"
+        return f"[{', '.join(map(argument_text, argument))}]"
     return readable(str(argument))
 
 
