@@ -275,6 +275,12 @@ class Pick:
     source: PickSource = "inferred"
     observed: tuple[str, ...] = ()
 
+    @property
+    def calls(self) -> tuple[str, ...]:
+        """What was observed, without the one call or kernel that the name already tells."""
+        told = self.name.partition(": ")[2]
+        return tuple(call for call in self.observed if call != told)
+
 
 @dataclass(frozen=True, slots=True)
 class ArgumentDifference:

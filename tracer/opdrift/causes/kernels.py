@@ -15,6 +15,7 @@ from opdrift.causes.picked import (
     calls_seen,
     choices,
     kernel_picks,
+    other_calls,
     other_sizes,
     told,
 )
@@ -248,8 +249,7 @@ def _other_result(e: Evidence) -> Cause | None:
     if drawing:
         evidence.append(f"the generator's state was the same, too: {states[0]:016x}")
     evidence += ran.evidence if ran is not None else ()
-    called = calls_seen(e)
-    evidence += called
+    evidence += calls_seen(e)
     if len(devices) > 1:
         evidence.append(f"devices: {', '.join(sorted(devices))}")
     gap = e.size.difference
@@ -259,7 +259,7 @@ def _other_result(e: Evidence) -> Cause | None:
     name = e.case.left.name(op.left)
     return cause(
         "kernel",
-        "likely" if ran or called or len(devices) > 1 else "possible",
+        "likely" if ran or other_calls(e) or len(devices) > 1 else "possible",
         f"{name} in {scope(e.case.left.module(op.left))} computes something else from the same inputs"
         + (f": {ran.sentence}" if ran else ""),
         evidence,

@@ -28,6 +28,10 @@ _PIN_PROGRAM: Final = (
 PIN_FAST_PATH: Final = "Pin the path on both sides: torch.backends.mha.set_fastpath_enabled(False)"
 PADDED: Final = " Padded rows are zeros on the fast path of nn.TransformerEncoder: compare valid positions only."
 _PIN_ONEDNN: Final = "Pin the library on both sides: torch.backends.mkldnn.flags(enabled=False), or the same batch size and dtype"
+_PIN_DEVICE: Final = (
+    "Run both sides with the same batch size, dtype and versions, and with torch.backends.cudnn.benchmark = False:"
+    " which kernel a GPU's libraries run follows from the sizes, or from what was fastest when it was tried"
+)
 #: Calls of a side that are quoted.
 _CALLS: Final = 4
 _SAME_SIZE: Final = (
@@ -84,18 +88,25 @@ def choices(e: Evidence) -> Choices | None:
     )
 
 
-def calls_seen(e: Evidence) -> list[str]:
-    """What each side was seen to call, where that is not the same: other sizes, threads, instruction sets."""
+def other_calls(e: Evidence) -> bool:
+    """Whether both sides were seen, and not to call the same: other kernels, sizes, threads, instruction sets."""
     picks = kernel_picks(e)
     left, right = picks.left, picks.right
     if left is None or right is None or not left.observed or not right.observed:
-        return []
-    if Counter(left.observed) == Counter(right.observed):
+        return False
+    return Counter(left.observed) != Counter(right.observed)
+
+
+def calls_seen(e: Evidence) -> list[str]:
+    """What each side was seen to call, where that is not the same and the picks do not tell it."""
+    picks = kernel_picks(e)
+    if not other_calls(e):
         return []
     return [
-        f"{label} called {'; '.join(p.observed[:_CALLS])}"
-        + (f"; and {len(p.observed) - _CALLS} others" if len(p.observed) > _CALLS else "")
-        for label, p in zip(SIDES, (left, right), strict=True)
+        f"{label} called {'; '.join(p.calls[:_CALLS])}"
+        + (f"; and {len(p.calls) - _CALLS} others" if len(p.calls) > _CALLS else "")
+        for label, p in zip(SIDES, (picks.left, picks.right), strict=True)
+        if p is not None and p.calls
     ]
 
 
@@ -212,4 +223,6 @@ def _pin(left: Pick, right: Pick) -> str:
         return _PIN_PROGRAM
     if any(p.backend is not None for p in both):
         return _PIN_ATTENTION
+    if any(p.source == "profiler" for p in both):
+        return _PIN_DEVICE
     return _PIN_ONEDNN if left.library != right.library else _SAME_SIZE

@@ -11,6 +11,7 @@ import numpy as np
 from opdrift import components
 from opdrift.case import Side
 from opdrift.causes.evidence import Evidence, cause, scope
+from opdrift.causes.picked import other_calls
 from opdrift.compare import number
 from opdrift.origins.kinds import draws
 from opdrift.records import REREAD, Cause
@@ -105,7 +106,7 @@ def _fits(e: Evidence) -> bool:
         return False
     if gap.relative < _FAR * max(limit, _FAR_LEAST):
         return False
-    if any(d.name in _OTHER_MACHINE for d in e.shared.environment):
+    if any(d.name in _OTHER_MACHINE for d in e.shared.environment) or other_calls(e):
         return False
     for side, index in ((e.case.left, op.left), (e.case.right, op.right)):
         assert index is not None

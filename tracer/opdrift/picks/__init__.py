@@ -14,9 +14,10 @@ from typing import Final
 
 from opdrift.picks.attention import AttentionRegion, attention_regions
 from opdrift.picks.cpu import product_sizes, routine
+from opdrift.picks.device import counted_kernels, with_kernels
 from opdrift.picks.fastpath import FUSED, FastPaths
 from opdrift.picks.names import named
-from opdrift.picks.observed import Observed, Seen, Source
+from opdrift.picks.observed import SOURCES, Observed, Seen, Source
 from opdrift.picks.sdpa_calls import SdpaCall, SdpaCalls, decisive
 from opdrift.picks.settings import Settings
 from opdrift.picks.values import Flow, base_name
@@ -64,7 +65,10 @@ class Picks:
         name = self._trace.op_info(int(self._trace.ops.signature[index])).name
         chosen = self._by_rule(index, name)
         seen = self.seen(index, "verbose")
-        return chosen if seen is None else with_calls(chosen, name, seen)
+        if seen is not None:
+            chosen = with_calls(chosen, name, seen)
+        seen = self.seen(index, "profiler")
+        return chosen if seen is None else with_kernels(chosen, name, seen)
 
     def seen(self, index: int, source: Source) -> Seen | None:
         """What was observed of an op while it ran (`kernels="full"`); None if it was not watched."""
@@ -87,8 +91,12 @@ class Picks:
 
     def of_region(self, region: AttentionRegion) -> Pick:
         """What a region of several ops stands for, with what all of them called."""
-        lines = [n for op in region.ops if (s := self.seen(op, "verbose")) for n in s.names]
-        return replace(self._region_by_rule(region), observed=counted(map(read_line, lines)))
+        lines, kernels = (
+            [name for op in region.ops if (seen := self.seen(op, source)) for name in seen.names]
+            for source in SOURCES
+        )
+        observed = counted(map(read_line, lines)) + counted_kernels(kernels)
+        return replace(self._region_by_rule(region), observed=observed)
 
     def _region_by_rule(self, region: AttentionRegion) -> Pick:
         if region.backend is None:

@@ -337,7 +337,7 @@ def pick(chosen: Pick, op: str | None = None) -> str:
 
 def ran(chosen: Pick) -> list[str]:
     """What was seen to run, a line a call; many are cut short."""
-    calls = [f"ran {readable(call)}" for call in chosen.observed]
+    calls = [f"ran {readable(call)}" for call in chosen.calls]
     return calls if len(calls) <= 4 else [*calls[:3], f"ran {len(calls) - 3} other calls"]
 
 

@@ -130,7 +130,8 @@ def _group(page: Page, group: KernelGroup) -> None:
     )
     for line in _counted(group.reasons.items(), group.count):
         page.line(line, "quiet", indent=6, hang=2)
-    calls = group.observed.items()
+    told = chosen.name.partition(": ")[2]
+    calls = [each for each in group.observed.items() if each != (told, group.count)]
     for line in _counted(calls, group.count, before="ran ", more="other calls"):
         page.line(line, "quiet", indent=6, hang=2)
     for other, why in group.refused.items():

@@ -209,7 +209,7 @@ def _kernel(trace: Trace, op: Op) -> list[str]:
     lines: list[str] = []
     if chosen is not None:
         lines.append(card.pick(chosen, op.name))
-        lines += [f"ran {readable(call)}" for call in chosen.observed]
+        lines += [f"ran {readable(call)}" for call in chosen.calls]
         lines += [f"not {name(b)}: {readable(w)}" for b, w in chosen.refused.items()]
     for source in SOURCES:
         seen = picks.seen(op.index, source)
