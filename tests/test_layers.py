@@ -25,10 +25,10 @@ LAYERS: tuple[tuple[int, str, str], ...] = (
     (
         2,
         RECORDING,
-        "batches buffers choices collectives environment fingerprint imports kernels memory neutral plans randomness rereading scopes sources spool storages values",
+        "batches buffers choices collectives compilations environment fingerprint imports kernels memory neutral plans randomness rereading scopes sources spool storages values",
     ),
-    (3, RECORDING, "checkpoint_digests mode naming options recorder"),
-    (2, READING, "align components contents layouts tokens"),
+    (3, RECORDING, "boundaries checkpoint_digests mode naming options recorder"),
+    (2, READING, "align components contents layouts regions tokens"),
     (
         3,
         READING,

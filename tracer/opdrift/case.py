@@ -13,6 +13,7 @@ from opdrift.pairs import Compared
 from opdrift.picks import AttentionRegion, Picks, Settings
 from opdrift.provenance import Lineage
 from opdrift.records import ArgumentDifference, Call, Op, Pick, Sides
+from opdrift.regions import Regions
 from opdrift.samples import OneSample, SampleContents, SampleViews
 from opdrift.settings import argument_differences
 from opdrift.tracefile.columns import Ints
@@ -93,6 +94,11 @@ class Side:
     def settings(self) -> Settings:
         """The flags in force at its ops."""
         return Settings(self.trace)
+
+    @property
+    def regions(self) -> Regions:
+        """What of it ran compiled."""
+        return self.contents.regions
 
     @cached_property
     def picks(self) -> Picks:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from opdrift.layouts import Layouts
 from opdrift.records import TensorMeta
+from opdrift.regions import Regions
 from opdrift.tokens import WORKSPACES, OpTokens, Words, base, counted_inputs, mix, word
 from opdrift.tracefile.columns import Ints
 from opdrift.tracefile.fingerprints import Fingerprint
@@ -57,6 +58,11 @@ class Contents:
         self.tokens: OpTokens = OpTokens(trace)
         self.states = _states(trace)
         self.layouts = Layouts(trace)
+
+    @cached_property
+    def regions(self) -> Regions:
+        """What of the run was compiled."""
+        return Regions(self.trace)
 
     @cached_property
     def counted(self) -> Flags:

@@ -42,6 +42,7 @@ def reaching(contents: Contents, values: Iterable[int], ops: Iterable[int] = ())
     whole = contents.whole.view(np.uint8).data
     live_value, live_state = bytearray(len(of)), bytearray(len(writer))
     live = bytearray(len(trace.ops))
+    inside = contents.regions.at
     for value in values:
         live_value[value] = 1
         live_state[of[value]] = 1
@@ -64,6 +65,9 @@ def reaching(contents: Contents, values: Iterable[int], ops: Iterable[int] = ())
             if not is_live:
                 continue
             live[op] = 1
+            # a compiled region reads what its calls of other kernels made, with no op that could be seen
+            for inner in inside[op].inside if op in inside else ():
+                live[inner] = 1
             for value in ins[ins_at[k] : ins_at[k + 1]]:
                 live_value[value] = 1
                 live_state[of[value]] = 1
@@ -76,6 +80,7 @@ def made_from(contents: Contents, sources: Iterable[int]) -> tuple[bytearray, by
     of, writer, before = _numbers(states.of), _numbers(states.writer), _numbers(states.before)
     whole = contents.whole.view(np.uint8).data
     value_is, state_is = bytearray(len(of)), bytearray(len(writer))
+    around, reached = contents.regions.around, set[int]()
     for value in sources:
         value_is[value] = 1
         state_is[of[value]] = 1
@@ -84,6 +89,9 @@ def made_from(contents: Contents, sources: Iterable[int]) -> tuple[bytearray, by
         ins, ins_at, outs, outs_at = _block(contents, start, end)
         for k in range(len(ins_at) - 1):
             given = any(value_is[v] or state_is[of[v]] for v in ins[ins_at[k] : ins_at[k + 1]])
+            given = given or start + k in reached
+            if given and start + k in around:
+                reached.add(around[start + k].op)
             for value in outs[outs_at[k] : outs_at[k + 1]]:
                 state = of[value]
                 rest = before[state] if writer[state] == start + k and not whole[value] else -1

@@ -168,7 +168,7 @@ class RecordingMode(TorchDispatchMode):
         plan = self._plans.get(id(func))
         if plan is None:
             try:
-                plan = self._plan(func)
+                plan = self.add_plan(func)
             except Exception as error:
                 self._failed(str(func), error)
                 return func(*args, **(kwargs or _NO_ARGUMENTS))
@@ -329,7 +329,7 @@ class RecordingMode(TorchDispatchMode):
                 self._outputs(t, plan, (out,), ids)
             took = ended - started
             # fmt: off
-            self._commit(
+            self.commit(
                 t, ids, ins, mutated, seq, started, took, number, rng, signature, source, phase, flags
             )
             # fmt: on
@@ -434,7 +434,7 @@ class RecordingMode(TorchDispatchMode):
 
     # ---- rows ----------------------------------------------------------------------------------------
 
-    def _commit(
+    def commit(
         self,
         t: ThreadBuffers,
         ids: list[int],
@@ -486,9 +486,9 @@ class RecordingMode(TorchDispatchMode):
     def _cut_short(
         self, t: ThreadBuffers, plan: Plan, ids: list[int], ins: int, mutated: int, *row: int
     ) -> None:
-        """Append the row of an op that raised, or at which the tracer failed; arguments as `_commit`'s."""
+        """Append the row of an op that raised, or at which the tracer failed; arguments as `commit`'s."""
         try:
-            self._commit(t, ids, ins, mutated, *row)
+            self.commit(t, ids, ins, mutated, *row)
         except Exception as error:
             self._failed(plan.name, error)
 
@@ -501,6 +501,25 @@ class RecordingMode(TorchDispatchMode):
             except Exception as error:
                 self._failed(use.plan.name, error)
         return out
+
+    # ---- calls that the dispatcher does not see --------------------------------------------------------
+
+    def read(self, t: ThreadBuffers, use: Use) -> tuple[list[int], int, int]:
+        """Take the tensors that a compiled region is given as those of an op: value ids, signature, flags."""
+        key: list[Any] = [use.plan.id]
+        ids: list[int] = []
+        flags = 0
+        for a in use.args:
+            flags = self._tensor(t, a, key, ids, use, flags)
+        signature = self._signatures.get(tuple(key))
+        if signature is None:
+            signature = self._signature(use.plan, tuple(key), tuple(use.args), _NO_ARGUMENTS)
+        return ids, signature, flags
+
+    def next_seq(self, t: ThreadBuffers) -> int:
+        """The number of the next op, which a thread is at from now on."""
+        t.seq = next(self._seq)
+        return t.seq
 
     # ---- arguments -----------------------------------------------------------------------------------
 
@@ -646,8 +665,9 @@ class RecordingMode(TorchDispatchMode):
 
     # ---- interning -----------------------------------------------------------------------------------
 
-    def _plan(self, func: Any) -> Plan:
-        plan = self._plans[id(func)] = Plan(func, len(self._plans) + 1)
+    def add_plan(self, func: Any, make: Callable[[Any, int], Plan] = Plan) -> Plan:
+        """Tell the trace of an op that it does not know yet."""
+        plan = self._plans[id(func)] = make(func, len(self._plans) + 1)
         plan.joins = takes_part(plan)
         plan.repair = plan.joins or needs_repair(plan)
         self._write_name("op", plan.id, plan.describe())

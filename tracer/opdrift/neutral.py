@@ -181,19 +181,19 @@ def is_synchronous(plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     return kwargs.get("async_op") is False
 
 
-def around_compilation(off: Callable[[], None], on: Callable[[], None]) -> Callable[[], None]:
-    """Call `off` before dynamo compiles and `on` after it; dynamo must be loaded. Returns what undoes it."""
+def around_compilation(off: Callable[[str], None], on: Callable[[str], None]) -> Callable[[], None]:
+    """Call `off` before dynamo compiles and `on` after it, with its id; dynamo must be loaded. Returns what undoes it."""
     import torch._dynamo.callback as callbacks  # noqa: PLC0415  # 0.8 s where the program does not compile
 
     handler = callbacks.callback_handler
     forget = handler.clear
     undone = False
 
-    def start(*_: Any) -> None:
-        off()
+    def start(args: Any) -> None:
+        off(str(args.compile_id))
 
-    def end(*_: Any) -> None:
-        on()
+    def end(args: Any) -> None:
+        on(str(args.compile_id))
 
     def register() -> None:
         handler.register_start_callback(start)
@@ -219,41 +219,6 @@ def around_compilation(off: Callable[[], None], on: Callable[[], None]) -> Calla
 
     register()
     handler.clear = clear  # type: ignore[method-assign]
-    return undo
-
-
-def around_generated_code(wrote: Callable[[list[torch.Tensor]], None]) -> Callable[[], None]:
-    """Say after each call of code that inductor generated which of its inputs it wrote; inductor must be loaded.
-
-    Such code writes with no op: an optimizer's compiled step, the running statistics of a compiled norm. Returns
-    what undoes it.
-    """
-    from torch._inductor.output_code import CompiledFxGraph  # noqa: PLC0415  # as above
-
-    call = CompiledFxGraph.__call__
-    undone = False
-
-    def watched(graph: CompiledFxGraph, inputs: Sequence[Any]) -> Any:
-        if undone:
-            return call(graph, inputs)
-        # before the call, which empties the list; the others must not be kept alive
-        places = set(getattr(graph, "mutated_input_idxs", ()))
-        written = [
-            each for i, each in enumerate(inputs) if i in places and isinstance(each, torch.Tensor)
-        ]
-        out = call(graph, inputs)
-        if written:
-            wrote(written)
-        return out
-
-    def undo() -> None:
-        nonlocal undone
-        undone = True
-        if CompiledFxGraph.__call__ is watched:  # else a recorder that began later calls this one
-            CompiledFxGraph.__call__ = call  # type: ignore[method-assign]
-
-    hide_from_dynamo(watched)
-    CompiledFxGraph.__call__ = watched  # type: ignore[method-assign,assignment]
     return undo
 
 

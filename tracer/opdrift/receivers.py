@@ -106,7 +106,8 @@ class _Reader:
         after = max((size for _, size in sizes), default=None)
         if before is None or after is None or not 0 < before < math.inf:
             return Received(row, before, after)
-        if after <= _SMALLEST_CAP * before:
+        is_region = int(self._case.pairing.left[row]) in self._case.left.regions.at
+        if after <= _SMALLEST_CAP * before or is_region:  # a region is judged at its boundary
             return Received(row, before, after)
         return self._judged(row, before, sizes)
 

@@ -24,8 +24,10 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from opdrift import environment
 from opdrift.batches.tracking import Batches
+from opdrift.boundaries import Boundaries, around_generated_code
 from opdrift.choices import switches
 from opdrift.collectives import Collectives
+from opdrift.compilations import Compilations
 from opdrift.errors import InvalidOptionError, RecorderStateError
 from opdrift.fingerprint.devices import Devices
 from opdrift.fingerprint.engine import load_engine
@@ -35,7 +37,7 @@ from opdrift.kernels.answers import Answers
 from opdrift.kernels.full import watching
 from opdrift.mode import RecordingMode
 from opdrift.naming import Naming
-from opdrift.neutral import around_compilation, around_generated_code, dispatch_keys, silent
+from opdrift.neutral import around_compilation, dispatch_keys, silent
 from opdrift.options import Options, check_options, check_tensor, check_text, finite
 from opdrift.plugins import Integration, OwnsParameters, SeesCalls, installed_integrations
 from opdrift.records import TRACE_SCHEMA, Batch
@@ -210,6 +212,18 @@ class Recorder:
             on_root=self._root_called,
             on_call=self._mode.look_at_general_switches,
             on_root_done=self._root_returned,
+        )
+        self._compilations = Compilations(
+            lambda kind, fields: spool.mark(spool.thread(), kind, fields), failed=self._failed
+        )
+        self._boundaries = Boundaries(
+            self._mode,
+            self._values,
+            self._sources,
+            here=self._here,
+            before=self._compilations.tell,
+            failed=self._failed,
+            batches=self._batches,
         )
 
     def _follow_batch(self) -> Batches | None:
@@ -508,6 +522,7 @@ class Recorder:
     ) -> None:
         """A module was called from outside every module."""
         self._look_for_imports()
+        self._compilations.tell()
         self._note_changed_flags(t)
         with silent():
             if not self._naming.knows(module):
@@ -548,6 +563,7 @@ class Recorder:
     def _name_rest(self) -> None:
         t = self._spool.thread()
         t.call, t.path = 0, ""
+        self._compilations.tell()
         self._note_changed_flags(t)
         self._note_seldom_changes(t)
         self._naming.rest(t)
@@ -572,25 +588,19 @@ class Recorder:
             self._failed(f"integration {integration.name}", error)
 
     def _dynamo_loaded(self) -> None:
-        def off() -> None:
+        def off(ident: str) -> None:
             self._scopes.off()
-            self._spool.mark(self._spool.thread(), "compile", {"event": "start"})
+            self._compilations.began(ident)
 
-        def on() -> None:
+        def on(ident: str) -> None:
             if self._state == "open":
                 self._scopes.on()
-            self._spool.mark(self._spool.thread(), "compile", {"event": "end"})
+            self._compilations.ended(ident)
 
         self._stack.callback(around_compilation(off, on))
 
     def _inductor_loaded(self) -> None:
-        def wrote(tensors: list[torch.Tensor]) -> None:
-            t = self._here() if self._state == "open" else None
-            if t is not None:
-                with silent():
-                    self._guarded("generated code", partial(self._values.generated, t, tensors))
-
-        self._stack.callback(around_generated_code(wrote))
+        self._stack.callback(around_generated_code(self._boundaries.begin))
 
     # ---- threads, failures -----------------------------------------------------------------------------------
 

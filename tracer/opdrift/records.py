@@ -29,6 +29,9 @@ REREAD: Final = 128  #: an input's content was read again at use
 OPERAND_GRAD: Final = 256  #: of an attention op: its query, key or value requires grad
 MASK_GRAD: Final = 512  #: of an attention op, its mask requires grad; of an `add`, what is added
 
+#: What the op of a compiled region is called, before its pass: `compiled.region.forward`.
+COMPILED_REGION: Final = "compiled.region"
+
 Phase = Literal["forward", "backward"]
 LeafKind = Literal["parameter", "buffer", "input", "constant", "gradient", "output", "alive"]
 LeafWhen = Literal["entry", "use", "changed", "generated", "gather", "return", "exit"]
@@ -64,6 +67,36 @@ Argument = Scalar | TensorArgument | tuple["Argument", ...]
 
 
 @dataclass(frozen=True, slots=True)
+class CompiledGraph:
+    """A graph that inductor compiled, whose calls are recorded as one op each.
+
+    Attributes:
+        direction: "forward" for a graph with a backward pass, "inference" for one without.
+        function: The compiled function, as `Net.forward`; None for the backward pass of one that was not seen.
+        file: Where that is defined; `line` is its first.
+        graph: inductor's number of the graph in its process; the two passes share it.
+        key: inductor's cache key: equal keys mean the same generated code.
+        kernels: Names of the kernels that were generated.
+        extern: Kernels of torch that it calls, in the order of its source.
+        dynamic: It takes sizes as arguments.
+        cudagraphs: It is replayed as a CUDA graph.
+        cudagraphs_refused: Why it is not, in torch's words.
+    """
+
+    direction: Literal["forward", "backward", "inference"]
+    function: str | None = None
+    file: str | None = None
+    line: int | None = None
+    graph: int | None = None
+    key: str | None = None
+    kernels: tuple[str, ...] = ()
+    extern: tuple[str, ...] = ()
+    dynamic: bool = False
+    cudagraphs: bool = False
+    cudagraphs_refused: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class OpInfo:
     """What is known of an overload, once per trace.
 
@@ -78,6 +111,7 @@ class OpInfo:
         pointwise: Tagged `pointwise`.
         reduction: Tagged `reduction`.
         higher_order: A higher-order op; its inside is not seen.
+        region: The compiled graph of which this is a call; None for an op of the dispatcher.
     """
 
     name: str
@@ -90,6 +124,7 @@ class OpInfo:
     pointwise: bool = False
     reduction: bool = False
     higher_order: bool = False
+    region: CompiledGraph | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ _MATERIAL: Final = (
     "factory",
     "amplified",
     "padding",
+    "compiled",
 )
 _WHOLE_NUMBERS: Final = ("int", "uint", "bool")
 

@@ -327,7 +327,7 @@ class Values:
             state.special = Generated()
         name, kind = self._name_of(t, tensor) or ("", "constant")
         leaf.names.append((name, kind))
-        self.tell(t, leaf, entry[0], name, kind, "use")
+        self.tell(t, leaf, entry[0], name, kind, "use" if state.special is None else "generated")
         return entry
 
     def adopt_layout(
@@ -483,26 +483,21 @@ class Values:
                 self._watch_written(t, tensor, state, entry, key)
             outputs.append(entry[0])
 
-    def generated(self, t: ThreadBuffers, tensors: Sequence[Tensor]) -> None:
-        """Register what code that torch.compile generated wrote into tensors, with no op."""
+    def handed_over(self, t: ThreadBuffers, tensors: Sequence[Tensor]) -> None:
+        """Register what a compiled region made in known memory and returns: its kernels may have written it last."""
         for tensor in tensors:
-            storage = tensor.untyped_storage()
-            state: StorageState | None = getattr(storage, self.key, None)
-            if state is None or isinstance(state.special, InFlight):
-                continue  # nothing was known of it, or it may not be read
-            state.writes += 1
-            state.values = {}
-            state.special = None
-            state.partial = tensor.numel() * tensor.element_size() < storage.nbytes()
-            if state.at:
-                self._rewritten(tensor, state, bumps=True)
-            key = key_of(tensor)
-            entry = self.make(t, state, key)
-            if self.can_read(tensor):
-                self.show(t, tensor, state, entry[0], key)
-            leaf = state.leaf
-            for name, kind in (leaf.names if leaf is not None else ()) or [("", "constant")]:
-                self.tell(t, leaf, entry[0], name, kind, "generated")
+            state: StorageState = getattr(tensor.untyped_storage(), self.key)
+            if isinstance(state.special, Generated):
+                state.special = None
+        self.written(t, tensors, [])
+
+    def storage_id(self, tensor: Tensor) -> int:
+        """The number of a tensor's storage; 0 if nothing is known of it, or if it has none."""
+        try:
+            state: StorageState | None = getattr(tensor.untyped_storage(), self.key, None)
+        except (RuntimeError, NotImplementedError):  # sparse, mkldnn
+            return 0
+        return 0 if state is None else state.id
 
     def _needs_selection(self, use: Use) -> bool:
         """Whether an indexed write goes into memory that is not wholly written."""

@@ -222,6 +222,22 @@ class Batches:
         self.record(operands)  # a part of a buffer is fingerprinted when it is taken
         self.record(outputs)
 
+    def carry(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether the batch, or a padded length, is known to be in any of the tensors."""
+        return any(track is not None and track.carries for track in map(self._tracks.of, tensors))
+
+    def lose(self, outputs: Sequence[Tensor], written: Sequence[Tensor]) -> None:
+        """Say that what came out of code that cannot be followed depends on the batch, somewhere.
+
+        Args:
+            outputs: What it returned and what it wrote into.
+            written: The latter alone.
+        """
+        strided = [output for output in outputs if has_storage(output)]
+        for output in strided:
+            self._set(output, LOST, written)
+        self.record(strided)
+
     def _decide(
         self,
         plan: Plan,

@@ -26,6 +26,7 @@ from opdrift.records import (
     Sides,
 )
 from opdrift.sizes import Size
+from opdrift.tokens import base
 
 SIDES = ("left", "right")
 
@@ -111,6 +112,11 @@ class Evidence:
             return None
         name, side, _ = self.sides[shown[0]]
         return name, side, shown[1]
+
+    @property
+    def is_region(self) -> bool:
+        """Whether the op of the origin is a call of a compiled region."""
+        return any(op in side.regions.at for _, side, op in self.sides if op is not None)
 
     def op(self) -> Op | None:
         """That op, expanded."""
@@ -213,7 +219,5 @@ def tally(items: Iterable[Any]) -> list[tuple[str, int]]:
 def op_names(side: Side, ops: Sequence[int], *, computing: bool = True) -> str:
     """What a stretch of ops does, in words: `bmm, _softmax, bmm`."""
     chosen = [op for op in ops if not computing or computes(side, op)] or list(ops)
-    short = [
-        side.name(op).split(".")[1] if "." in side.name(op) else side.name(op) for op in chosen
-    ]
+    short = ["compiled code" if op in side.regions.at else base(side.name(op)) for op in chosen]
     return some(short, 8)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Final
 
 from opdrift.case import Side
-from opdrift.causes.evidence import SIDES, Evidence, cause, op_names, scope, some
+from opdrift.causes.compiled import compiled_side, ran_compiled
+from opdrift.causes.evidence import Evidence, cause, op_names, scope, some
 from opdrift.causes.likeness import likeness
 from opdrift.causes.nondeterministic import NONDETERMINISTIC, SPARSE
 from opdrift.causes.picked import (
@@ -21,7 +22,7 @@ from opdrift.causes.picked import (
 )
 from opdrift.compare import number
 from opdrift.origins.kinds import draws
-from opdrift.records import COMPILED, Cause
+from opdrift.records import Cause
 from opdrift.sizes import threads
 from opdrift.tokens import base
 
@@ -86,8 +87,9 @@ def rounding(e: Evidence) -> Cause | None:
     elif picks.left is not None and picks.right is not None:
         evidence.append(f"kernel: {told(picks.left)} in both")
     evidence += calls_seen(e)
-    compiled = _compiled_side(e)
+    compiled = compiled_side(e)
     if compiled is not None:
+        evidence += ran_compiled(e)
         evidence.append(
             f"{compiled}: torch.compile made the code around this op: it fuses what stands between products into loops of"
             " its own, which opdrift does not see, and which round and add in another order"
@@ -227,7 +229,7 @@ def _leaves_padding_out(e: Evidence) -> bool:
 
 def _other_result(e: Evidence) -> Cause | None:
     op = e.origin.op
-    if op.left is None or op.right is None:
+    if op.left is None or op.right is None or e.is_region:
         return None
     states = int(e.case.left.trace.ops.rng[op.left]), int(e.case.right.trace.ops.rng[op.right])
     drawing = draws(e.case.left, op.left) or draws(e.case.right, op.right)
@@ -266,88 +268,6 @@ def _other_result(e: Evidence) -> Cause | None:
         "Run the op alone on saved inputs in both environments; if it disagrees there, the kernel or the hardware is at"
         " fault, else something wrote into its result (a custom kernel, another stream or thread).",
     )
-
-
-def compile_(e: Evidence) -> Cause | None:
-    """One run used code that torch.compile made."""
-    return _generated_write(e) or _compiled_region(e)
-
-
-def _generated_write(e: Evidence) -> Cause | None:
-    """Generated code wrote this in one run, and ops, or nothing, in the other."""
-    if not e.size.material:
-        return None
-    rows = [
-        [] if value is None else side.leaves.of(value)
-        for side, value in (
-            (e.case.left, e.origin.values.left),
-            (e.case.right, e.origin.values.right),
-        )
-    ]
-    wrote = [[leaf for leaf in side if leaf.when == "generated"] for side in rows]
-    if bool(wrote[0]) == bool(wrote[1]):
-        return None
-    number_ = 0 if wrote[0] else 1
-    name, other = SIDES[number_], SIDES[1 - number_]
-    leaf = wrote[number_][0]
-    what = leaf.name or "a tensor"
-    theirs = [e.sides[1 - number_][1].place(op) for op in e.ops_of(1 - number_)]
-    return cause(
-        "compile",
-        "likely",
-        f"{what} was written by code that torch.compile generated in the {name} run, and not in the {other} one",
-        [
-            f"{name}: generated code wrote {what} after op {leaf.seq}, with no op that could be seen",
-            f"{other}: {theirs[-1]}" if theirs else f"{other}: nothing of the kind wrote it",
-        ],
-        "Run this part eager in both runs (an optimizer's step without torch.compile); if the runs then agree, compare"
-        " backend='aot_eager' and 'inductor'.",
-    )
-
-
-def _compiled_region(e: Evidence) -> Cause | None:
-    compiled = e.shared.compiled
-    if compiled.left == compiled.right or e.origin.kind in ("leaf", "hidden-write"):
-        return None
-    name, side = ("left", e.case.left) if compiled.left else ("right", e.case.right)
-    if _compiled_side(e) is None and e.origin.row >= 0:
-        return None
-    if not e.size.material:
-        return None
-    random = [
-        (label, s, op)
-        for n, (label, s, _) in enumerate(e.sides)
-        for op in e.ops_of(n)
-        if draws(s, op)
-    ]
-    evidence = [f"{name}: ops were called from compiled code, the other run is eager"]
-    evidence += [f"{label}: {s.place(op)} draws random numbers" for label, s, op in random[:3]]
-    events = [m for m in side.trace.marks if m.kind == "compile"]
-    if events:
-        evidence.append(f"{name}: torch.compile compiled during the run")
-    summary = (
-        "compiled and eager code draw different random numbers from the same seed"
-        if random
-        else f"the {name} run is compiled, the other is not"
-    )
-    remedy = (
-        "Set torch._inductor.config.fallback_random = True to draw as eager code does, or pass the random numbers in."
-        if random
-        else "Compare both runs eager, then with torch.compile(backend='aot_eager'), then 'inductor', to see which stage changes the result."
-    )
-    return cause("compile", "certain" if random else "likely", summary, evidence, remedy)
-
-
-def _compiled_side(e: Evidence) -> str | None:
-    """The one run that is compiled, if its op here, or the one that reads the result, was called from that code."""
-    compiled = e.shared.compiled
-    if compiled.left == compiled.right:
-        return None
-    number = 0 if compiled.left else 1
-    name, side, _ = e.sides[number]
-    reader = (e.consumer().left, e.consumer().right)[number]
-    ops = [*e.ops_of(number), *([] if reader is None else [reader])]
-    return name if any(side.trace.ops.flags[op] & COMPILED for op in ops) else None
 
 
 # ---- facts -------------------------------------------------------------------------------------------

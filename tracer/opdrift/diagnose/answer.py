@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from heapq import merge
 from itertools import islice
 from typing import Final
 
@@ -38,6 +39,7 @@ from opdrift.diagnose.surroundings import (
 from opdrift.errors import IncomparableTracesError
 from opdrift.flow import made_from
 from opdrift.modelsettings import settings_differences
+from opdrift.origins.compiled import astray, at_region, gaps, is_inside
 from opdrift.origins.effects import lost_from_sight
 from opdrift.origins.joints import narrowed
 from opdrift.origins.model import Origin
@@ -209,10 +211,11 @@ def _judge(
     tolerance: Tolerance | None,
 ) -> list[Judged]:
     shared = Shared(case, environment)
+    regions = shared.once(gaps)
 
     def judge(origin: Origin) -> Judged:
         size = settled(case, origin, size_of(case, origin, tolerance))
-        size = out_of_sight(case, origin, size)
+        size = at_region(origin, out_of_sight(case, origin, size), regions)
         part = narrowed(case, origin) if size.material else None
         if part is not None:
             origin, size = part, size_of(case, part, tolerance)
@@ -222,17 +225,30 @@ def _judge(
         *grouped_leaves(found.origins, judge),
         *(judge(o) for o in found.origins if o.kind != "leaf"),
     ]
+    origins = [j for j in origins if not _is_told_inside(case, j, origins)]
 
     def unexplained(known: Sequence[Judged]) -> Iterator[Judged]:
         # with a material origin upstream, a large difference further down is no news
         if not any(j.size.material for j in known):
-            yield from map(judge, _amplified(case, received))
+            further = merge(
+                _amplified(case, received), astray(case, regions), key=lambda o: o.order
+            )
+            yield from map(judge, further)
 
     if case.by_sample:
         origins = with_effect(case, found, origins, judge=judge, unexplained=unexplained)
     else:
         origins += islice(unexplained(origins), 1)
     return by_setting(case, origins, lambda j, ops: replace(j, origin=replace(j.origin, alike=ops)))
+
+
+def _is_told_inside(case: Case, judged: Judged, others: Sequence[Judged]) -> bool:
+    """Whether an origin is a compiled region, and one that says more lies inside of it."""
+    return any(
+        is_inside(case, judged.origin, other.origin)
+        for other in others
+        if other.size.material or not judged.size.material
+    )
 
 
 def _in_portions(portions: Portions, judged: Sequence[Judged]) -> list[Judged]:

@@ -14,7 +14,8 @@ from opdrift.records import ArgumentDifference, DivergenceKind, Leaf, Sides
 #: has ops between that the other has not. "settings": inputs differ already, and so do the arguments.
 #: "nonfinite": NaN or infinite values appear although none came in. "amplified": the output differs by
 #: more than the inputs explain. "padding": of one sample a view takes what is valid in one run, and padding in the
-#: other. "cancelled": the inputs differ by more than rounding, and what comes of them does not.
+#: other. "cancelled": the inputs differ by more than rounding, and what comes of them does not. "compiled": what a
+#: compiled region returns differs by more than rounding and its inputs explain.
 Story = Literal[
     "leaf",
     "op",
@@ -29,6 +30,7 @@ Story = Literal[
     "amplified",
     "padding",
     "cancelled",
+    "compiled",
 ]
 
 NO_LEAF: Final[Sides[Leaf | None]] = Sides(None, None)

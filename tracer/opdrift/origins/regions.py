@@ -124,21 +124,23 @@ def _on(side: int, op: int) -> Sides[int | None]:
 
 
 def unseen_results(case: Case, region: Region, left: int, right: int) -> Region:
-    """Add what a side ran without counterpart, where a value came from code that the dispatcher does not see.
+    """Add the compiled region of whose kernels a value came, which no op made.
 
-    Compiled code shows some of its ops; the value that it returns has no maker.
+    Where its boundary was not recorded, it is whatever compiled code ran without counterpart.
     """
     ops = [region.ops.left, region.ops.right]
     for number, (side, value, partner) in enumerate(
         ((case.left, left, case.pairing.right_of), (case.right, right, case.pairing.left_of))
     ):
-        state = side.contents.states.of[value]
-        if ops[number] or side.contents.states.writer[state] >= 0 or side.leaves.of(value):
+        states = side.contents.states
+        state = int(states.of[value])
+        if ops[number] or states.writer[state] >= 0 or side.leaves.of(value):
             continue
-        compiled = [
-            op
-            for op in range(len(side.trace.ops))
-            if partner[op] < 0 and side.trace.ops.flags[op] & COMPILED
-        ]
-        ops[number] = tuple(compiled)
+        call = side.regions.around.get(int(states.first_read[state]))
+        if call is not None:
+            ops[number] = (call.op,)
+            continue
+        compiled = (side.trace.ops.flags & COMPILED != 0) & (partner < 0)
+        compiled[np.array(list(side.regions.at), np.int64)] = False
+        ops[number] = tuple(np.flatnonzero(compiled).tolist())
     return Region(Sides(ops[0], ops[1]), region.boundary)

@@ -30,6 +30,7 @@ from opdrift.records import (
 )
 from opdrift.render.json import finding_object, pick_object, safe
 from opdrift.render.kernels import group_object, kernel_groups
+from opdrift.render.regions import compiled_object
 from opdrift.tracefile.fingerprints import FingerprintColumns
 from opdrift.tracefile.reader import Trace
 
@@ -73,6 +74,9 @@ def render(
     if picks is not None:
         yield from _list("kernels", (group_object(g) for g in kernel_groups(trace, picks)))
     yield from _list("marks", (mark_object(m) for m in marks))
+    compiled = compiled_object(trace) if ops else None
+    if compiled is not None:
+        yield f'"compiled": {_dump(compiled)},\n'
     yield from _list("leaves", (leaf_object(trace, leaf) for leaf in leaves))
     yield from _list("findings", (finding_object(f) for f in findings), last=True)
     yield "}\n"

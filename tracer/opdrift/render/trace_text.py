@@ -16,6 +16,7 @@ from opdrift.records import Argument, Finding, Op, TensorArgument
 from opdrift.render import card
 from opdrift.render.finding_text import one_line
 from opdrift.render.page import Column, Page, Screen
+from opdrift.render.regions import compiled_section, region_lines
 from opdrift.render.trace_json import digest, flag_words
 from opdrift.render.words import cell, count, moment, name, ordinal, plural, readable, scope, size
 from opdrift.tracefile.reader import Trace
@@ -40,6 +41,7 @@ def overview(trace: Trace, findings: Sequence[Finding], screen: Screen) -> str:
         page.field(label, (text,))
     _modules(page, trace)
     _frequent(page, trace)
+    compiled_section(page, trace)
     if findings:
         page.heading(plural(len(findings), "finding"))
         for finding in findings[:_ROWS]:
@@ -190,6 +192,9 @@ def one_op(trace: Trace, op: Op, screen: Screen) -> str:
             for line in _value(trace, op, label, position, value)
         ]
         page.field(label, lines or ["none"])
+    lines = region_lines(trace, op.index)
+    if lines:
+        page.field("region", lines)
     words = flag_words(op.flags)
     if words:
         page.field("flags", (", ".join(words),))

@@ -33,6 +33,7 @@ from opdrift.tfp1 import Code
 from opdrift.tracefile.axes import Extents
 from opdrift.tracefile.columns import Ints, call_columns, ints, op_columns, value_columns
 from opdrift.tracefile.fingerprints import Fingerprint, FingerprintColumns
+from opdrift.tracefile.graphs import graph_of
 from opdrift.tracefile.samples import Followed, SampleTable
 from opdrift.tracefile.stored import StoredRows
 
@@ -129,6 +130,7 @@ class Trace:
                         "higher_order",
                     )
                 },
+                region=graph_of(data.get("region")),
             )
         return found
 

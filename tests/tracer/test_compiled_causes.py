@@ -1,0 +1,230 @@
+"""Compiled regions in a comparison: where one goes wrong is found at its boundary, and rounding stays rounding."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from generated_code import Compiled, unseen
+from torch import Tensor, nn
+
+import opdrift
+from opdrift.commands.main import opdrift as command
+from opdrift.records import Diagnosis
+
+REGION = "compiled.region.inference"
+Step = Callable[[Tensor, Tensor], Tensor]
+
+
+def eager(x: Tensor, w: Tensor) -> Tensor:
+    return torch.tanh(x.mm(w)) * 2.0
+
+
+def compiled(factor: float = 2.0, *, key: str = "fkey") -> Compiled:
+    """The same, with everything behind the product in one kernel."""
+    kernel = unseen(lambda h: torch.tanh(h) * factor)
+    return Compiled(lambda inputs: [kernel(inputs[0].mm(inputs[1]))], _fx_graph_cache_key=key)
+
+
+#: What another order of arithmetic makes of a factor of 2.
+ROUNDED = 2.0 * (1 + 2e-7)
+
+
+class Net(nn.Module):
+    def __init__(self, *steps: Step) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(8, 8) / 3)
+        self.steps = steps
+
+    def forward(self, x: Tensor) -> Tensor:
+        for step in self.steps:
+            x = step(x, self.weight)
+        return x
+
+
+def record(path: Path, *steps: Step) -> Path:
+    model, x = Net(*steps), torch.randn(5, 8)
+    with torch.no_grad(), opdrift.record(path, model=model):
+        model(x)
+    return path
+
+
+@pytest.fixture
+def diff(tmp_path: Path) -> Callable[..., Diagnosis]:
+    """Compare two runs, each given by its steps."""
+
+    def compare(left: tuple[Step, ...], right: tuple[Step, ...]) -> Diagnosis:
+        return opdrift.diff(record(tmp_path / "left", *left), record(tmp_path / "right", *right))
+
+    return compare
+
+
+def seen(diagnosis: Diagnosis) -> tuple[Any, ...]:
+    first = diagnosis.first
+    assert first is not None
+    return diagnosis.verdict, first.op, first.seq.left, first.seq.right, first.cause.slug
+
+
+def evidence(diagnosis: Diagnosis) -> str:
+    assert diagnosis.first is not None
+    return "\n".join(diagnosis.first.cause.evidence)
+
+
+def test_a_region_that_computes_something_else_than_eager_code_is_the_origin(diff):
+    """Although the product inside agrees, and nothing in the eager run is the region's counterpart."""
+    found = diff((eager,), (compiled(2.02),))
+
+    assert seen(found) == ("diverged", REGION, None, 2, "compile")
+    told = evidence(found)
+    assert "its inputs are equal bit for bit" in told
+    assert "right: op 1 (aten.mm.default)" in told
+    assert "still agrees" in told
+    assert "left: 3 ops instead: mm, mul, tanh" in told
+    assert found.first is not None
+    assert "backend='aot_eager'" in found.first.cause.try_
+
+
+def test_the_compiled_run_may_be_the_left_one(diff):
+    found = diff((compiled(2.02),), (eager,))
+
+    assert seen(found) == ("diverged", REGION, 2, None, "compile")
+
+
+def test_a_region_that_rounds_otherwise_is_no_divergence(diff):
+    """The answer says what ran compiled, and how well its results agree."""
+    found = diff((eager,), (compiled(ROUNDED),))
+
+    assert found.verdict == "rounding"
+    assert "right: Compiled.__call__ (generated_code.py:" in evidence(found)
+    assert "ran compiled (inductor, 1 graph, 1 call); its results agree to" in evidence(found)
+
+
+def test_a_region_that_agrees_bit_for_bit_is_identical(diff):
+    assert diff((eager,), (compiled(),)).verdict == "identical"
+
+
+@pytest.mark.parametrize(
+    ("key", "told"), [("fkey", "the same generated code"), ("another", "another one in each run")]
+)
+def test_of_two_compiled_runs_the_region_that_differs_is_named(diff, key: str, told: str):
+    """Equal inputs, other results: no unknown kernel; what changed unseen may still be to blame."""
+    found = diff((compiled(), compiled()), (compiled(), compiled(2.02, key=key)))
+
+    assert seen(found) == ("diverged", REGION, 4, 4, "compile")
+    assert told in evidence(found)
+    assert [cause.slug for cause in found.causes] == ["compile", "race"]
+
+
+def test_two_compiled_runs_that_round_otherwise_are_no_divergence(diff):
+    assert diff((compiled(),) * 3, (compiled(ROUNDED),) * 3).verdict == "rounding"
+
+
+def test_a_region_behind_one_that_rounds_otherwise_is_found(diff):
+    """Its inputs differ by rounding, and its results by far more."""
+    found = diff((eager, eager), (compiled(ROUNDED), compiled(2.02)))
+
+    assert seen(found) == ("diverged", REGION, None, 4, "compile")
+    assert "its inputs are at most 1.9e-7 apart; its results are" in evidence(found)
+
+
+def test_regions_behind_regions_only_round(diff):
+    assert diff((eager,) * 6, (compiled(ROUNDED),) * 6).verdict == "rounding"
+
+
+def test_nan_that_a_region_makes_is_found(diff):
+    found = diff((eager,), (compiled(float("nan")),))
+
+    assert seen(found)[:2] == ("diverged", REGION)
+    assert found.first is not None
+    assert found.first.nonfinite.right == 40
+
+
+def test_what_an_op_inside_does_otherwise_is_told_of_that_op_alone(diff):
+    """Another argument of an extern call explains what the region returns."""
+
+    def shifted(by: float) -> Compiled:
+        return Compiled(lambda inputs: [unseen(torch.tanh)(inputs[0].mm(inputs[1]).add(by))])
+
+    found = diff((shifted(1.0),), (shifted(1.5),))
+
+    assert seen(found) == ("diverged", "aten.add.Tensor", 2, 2, "op-args")
+    assert [d.op for d in found.origins] == ["aten.add.Tensor"]
+
+
+def test_other_weights_are_not_the_regions_fault(tmp_path: Path):
+    """What differs before a region explains what comes out of it."""
+    left = record(tmp_path / "left", eager)
+    model, x = Net(compiled()), torch.randn(5, 8)
+    with torch.no_grad(), opdrift.record(tmp_path / "right", model=model):
+        model.weight.mul_(1.01)
+        model(x)
+
+    found = opdrift.diff(left, tmp_path / "right")
+
+    assert "compile" not in {d.cause.slug for d in found.origins}
+
+
+def shown(*arguments: str) -> str:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        command(["show", *arguments])
+    return out.getvalue()
+
+
+def test_show_lists_regions_with_their_calls_and_kernels(tmp_path: Path):
+    path = str(record(tmp_path / "trace", compiled(), compiled()))
+
+    overview, region = shown(path), shown(path, "--op", "2")
+
+    assert "ran compiled (inductor, 1 graph, 2 calls)" in overview
+    assert "graph 7, inference: 2 calls, 1 generated kernel (cpp_fused_mul_0)" in overview
+    assert "aten.mm.default x2" in overview
+    assert "inside: op 1 aten.mm.default" in region
+
+
+def test_show_json_holds_what_ran_compiled(tmp_path: Path):
+    path = str(record(tmp_path / "trace", compiled()))
+
+    found = json.loads(shown(path, "--format", "json"))["compiled"]
+
+    (function,) = found["functions"]
+    assert (function["backend"], function["calls"]) == (
+        "inductor",
+        [{"op": 2, "graph": 0, "inside": [1]}],
+    )
+    assert found["compilations"] == []
+
+
+def test_show_says_what_was_compiled_again(tmp_path: Path):
+    """A hand-written mark, as dynamo's list gives it."""
+    with opdrift.record(tmp_path / "trace") as recorder:
+        recorder.mark(
+            "compilation",
+            id="0/1",
+            function="step",
+            file="a.py",
+            line=3,
+            reason="0/0: x",
+            failed=None,
+        )
+        recorder.mark(
+            "compilation",
+            id="0/2",
+            function="step",
+            file="a.py",
+            line=3,
+            reason=None,
+            failed="limit",
+        )
+
+    told = shown(str(tmp_path / "trace"))
+
+    assert "step was compiled again: 0/0: x" in told
+    assert "step stays eager: limit" in told

@@ -1,0 +1,295 @@
+"""What torch.compile changed: generated code that computes something else, writes, draws, or rounds otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from opdrift.case import Case, Side
+from opdrift.causes.evidence import SIDES, Evidence, cause, counted, some, tally
+from opdrift.compare import number
+from opdrift.origins.compiled import Gap, gap_of, gaps
+from opdrift.origins.kinds import draws
+from opdrift.records import COMPILED, Cause
+from opdrift.regions import Compilation, CompiledFunction, RegionCall
+from opdrift.sizes import measure
+from opdrift.tokens import base
+
+_STAGES: Final = (
+    "Run it with torch.compile(..., backend='aot_eager'): if that agrees with eager code, inductor's code is at fault, and"
+    " `python -m torch._inductor.compiler_bisector run python SCRIPT` (one that exits with 1 where the results differ) names"
+    " the pass"
+)
+_PRECISION: Final = "; torch._inductor.config.emulate_precision_casts = True rounds in 16 bits where eager code does"
+_RANDOM: Final = "Set torch._inductor.config.fallback_random = True to draw as eager code does, or pass the random numbers in."
+#: Functions, and compilations, that are told one by one.
+_TOLD: Final = 3
+
+
+def compile_(e: Evidence) -> Cause | None:
+    """What code that torch.compile made has to do with it."""
+    return _astray(e) or _written(e) or _compiled_on_one_side(e)
+
+
+def _astray(e: Evidence) -> Cause | None:
+    """A region returns what its inputs do not explain."""
+    gap = gap_of(e.origin, e.shared.once(gaps))
+    if gap is None or not gap.is_material or not e.size.material:
+        return None
+    side = (e.case.left, e.case.right)[gap.number]
+    random = _drawn(e, gap)
+    same = "equal bit for bit" if gap.before == 0 else f"at most {number(gap.before)} apart"
+    sizes = f"its results are {number(gap.after)} apart, rounding explains {number(gap.limit)}"
+    if gap.nonfinite:
+        sizes = "its results have other NaN or infinite elements"
+    what = called(gap.call)
+    evidence = [f"its inputs are {same}; {sizes}", *_both(e, gap), *random]
+    if random:
+        return cause(
+            "compile",
+            "certain",
+            f"{what} draws other random numbers than the other run from the same seed",
+            evidence,
+            _RANDOM,
+        )
+    last = _last_agreeing(e.case, side, gap)
+    return cause(
+        "compile",
+        "likely",
+        f"{what} ({_lines(gap.call)}), compiled by inductor, returns something else in the {SIDES[gap.number]} run",
+        [*evidence, *last, *recompiled(e.case)],
+        _STAGES + (_PRECISION if "float16" in "".join(filter(None, _types(e))) else "") + ".",
+    )
+
+
+def _types(e: Evidence) -> tuple[str | None, str | None]:
+    types = e.dtypes()
+    return types.left, types.right
+
+
+def _both(e: Evidence, gap: Gap) -> Iterator[str]:
+    """What each run ran there."""
+    calls: list[RegionCall | None] = [None, None]
+    calls[gap.number] = gap.call
+    other = (e.origin.op.left, e.origin.op.right)[1 - gap.number]
+    theirs = (e.case.left, e.case.right)[1 - gap.number]
+    calls[1 - gap.number] = None if other is None else theirs.regions.at.get(other)
+    for name, call in zip(SIDES, calls, strict=True):
+        if call is not None:
+            yield f"{name}: {_described(call)}"
+    if calls[0] is not None and calls[1] is not None:
+        same = calls[0].graph.key == calls[1].graph.key
+        yield (
+            "both ran the same generated code, by inductor's cache key"
+            if same
+            else "the generated code is another one in each run, by inductor's cache key"
+        )
+    elif gap.others:
+        kinds = [f"{n} x{k}" if k > 1 else n for n, k in tally(_short(theirs, gap.others))]
+        yield f"{SIDES[1 - gap.number]}: {counted(len(gap.others), 'op')} instead: {some(kinds, 6)}"
+
+
+def _short(side: Side, ops: tuple[int, ...]) -> list[str]:
+    return [base(side.name(op)) for op in ops if not side.contents.tokens.view[op]]
+
+
+def _described(call: RegionCall) -> str:
+    graph = call.graph
+    parts = [f"{called(call)} at {_lines(call)}, graph {graph.graph} ({graph.direction})"]
+    if graph.kernels:
+        parts.append(f"{counted(len(graph.kernels), 'generated kernel')}: {some(graph.kernels)}")
+    if graph.extern:
+        kinds = [f"{n} x{k}" if k > 1 else n for n, k in tally(graph.extern)]
+        parts.append(f"calls of torch's own: {some(kinds)}")
+    if graph.cudagraphs:
+        parts.append("replayed as a CUDA graph")
+    return "; ".join(parts)
+
+
+def _last_agreeing(case: Case, side: Side, gap: Gap) -> Iterator[str]:
+    """The last op inside of the region that still agrees: the fault lies behind it."""
+    partner = (case.pairing.right_of, case.pairing.left_of)[gap.number]
+    ops = (case.left.trace.ops, case.right.trace.ops)
+    agreed: int | None = None
+    for op in gap.call.inside:
+        other = int(partner[op])
+        if other < 0 or not len(side.trace.ops.outputs[op]):
+            continue
+        left, right = (op, other) if gap.number == 0 else (other, op)
+        values = int(ops[0].outputs[left][-1]), int(ops[1].outputs[right][-1])
+        size = measure(case, *values)
+        if size is None or size.relative is None or size.relative > gap.before + gap.limit:
+            yield f"{SIDES[gap.number]}: {side.place(op)}, inside of it, is the first that disagrees"
+            break
+        agreed = op
+    if agreed is not None:
+        yield f"{SIDES[gap.number]}: {side.place(agreed)}, inside of it, still agrees"
+
+
+def _drawn(e: Evidence, gap: Gap) -> list[str]:
+    """Ops of both runs that draw random numbers for the region's results."""
+    side = (e.case.left, e.case.right)[gap.number]
+    other = (e.case.left, e.case.right)[1 - gap.number]
+    found = [(SIDES[gap.number], side, op) for op in gap.call.inside if draws(side, op)]
+    found += [(SIDES[1 - gap.number], other, op) for op in gap.others if draws(other, op)]
+    return [f"{name}: {s.place(op)} draws random numbers" for name, s, op in found[:_TOLD]]
+
+
+# ---- writes, and whole runs ------------------------------------------------------------------------------
+
+
+def _written(e: Evidence) -> Cause | None:
+    """A region wrote this in one run, and ops, or nothing, in the other."""
+    if not e.size.material:
+        return None
+    writers: list[RegionCall | None] = []
+    for side, value in (
+        (e.case.left, e.origin.values.left),
+        (e.case.right, e.origin.values.right),
+    ):
+        writers.append(None if value is None else _writer(side, value))
+    if (writers[0] is None) == (writers[1] is None):
+        return None
+    number_ = 0 if writers[0] is not None else 1
+    call = writers[number_]
+    assert call is not None
+    name, other = SIDES[number_], SIDES[1 - number_]
+    what = _names(e, number_)
+    theirs = [e.sides[1 - number_][1].place(op) for op in e.ops_of(1 - number_)]
+    return cause(
+        "compile",
+        "likely",
+        f"{what} was written by code that torch.compile generated in the {name} run, and not in the {other} one",
+        [
+            f"{name}: {_described(call)}",
+            f"{other}: {theirs[-1]}" if theirs else f"{other}: nothing of the kind wrote it",
+        ],
+        "Run this part eager in both runs (an optimizer's step without torch.compile); if the runs then agree, compare"
+        " backend='aot_eager' and 'inductor'.",
+    )
+
+
+def _writer(side: Side, value: int) -> RegionCall | None:
+    """The call of a region that wrote a value into a tensor that it was given."""
+    states = side.contents.states
+    call = side.regions.at.get(int(states.writer[states.of[value]]))
+    if call is None:
+        return None
+    ops = side.trace.ops
+    written = ops.outputs[call.op][: int(ops.mutated[call.op])]
+    return call if value in written else None
+
+
+def _names(e: Evidence, number_: int) -> str:
+    side = (e.case.left, e.case.right)[number_]
+    value = (e.origin.values.left, e.origin.values.right)[number_]
+    leaf = None if value is None else side.leaves.of_storage(value)
+    named = [*e.origin.names, *([leaf.name] if leaf is not None and leaf.name else [])]
+    return named[0] if named else "a tensor"
+
+
+def _compiled_on_one_side(e: Evidence) -> Cause | None:
+    compiled = e.shared.compiled
+    if compiled.left == compiled.right or e.origin.kind in ("leaf", "hidden-write"):
+        return None
+    name = "left" if compiled.left else "right"
+    if compiled_side(e) is None and e.origin.row >= 0:
+        return None
+    if not e.size.material:
+        return None
+    random = [
+        (label, s, op)
+        for n, (label, s, _) in enumerate(e.sides)
+        for op in e.ops_of(n)
+        if draws(s, op)
+    ]
+    evidence = [*ran_compiled(e), f"{_other(name)}: eager"]
+    evidence += [f"{label}: {s.place(op)} draws random numbers" for label, s, op in random[:_TOLD]]
+    evidence += recompiled(e.case)
+    summary = (
+        "compiled and eager code draw different random numbers from the same seed"
+        if random
+        else f"the {name} run is compiled, the other is not"
+    )
+    remedy = _RANDOM if random else _STAGES + "."
+    return cause("compile", "certain" if random else "likely", summary, evidence, remedy)
+
+
+def _other(name: str) -> str:
+    return "right" if name == "left" else "left"
+
+
+def compiled_side(e: Evidence) -> str | None:
+    """The one run that is compiled, if its op here, or the one that reads the result, was called from that code."""
+    compiled = e.shared.compiled
+    if compiled.left == compiled.right:
+        return None
+    number_ = 0 if compiled.left else 1
+    name, side, _ = e.sides[number_]
+    reader = (e.consumer().left, e.consumer().right)[number_]
+    ops = [*e.ops_of(number_), *([] if reader is None else [reader])]
+    return name if any(side.trace.ops.flags[op] & COMPILED for op in ops) else None
+
+
+# ---- words -------------------------------------------------------------------------------------------
+
+
+def called(call: RegionCall) -> str:
+    """What a call of a region is: `Net.forward`, `the backward pass of Net.forward`."""
+    name = call.graph.function or "a compiled function"
+    return f"the backward pass of {name}" if call.graph.direction == "backward" else name
+
+
+def _lines(call: RegionCall) -> str:
+    file = (call.graph.file or "?").replace("\\", "/").rpartition("/")[2]
+    return f"{file}:{call.graph.line}"
+
+
+def ran_compiled(e: Evidence) -> Iterator[str]:
+    """What ran compiled in each run, and how well its results agree."""
+    found = e.shared.once(gaps)
+    for number_, name in enumerate(SIDES):
+        functions = (e.case.left, e.case.right)[number_].regions.functions
+        for each in functions[:_TOLD]:
+            agree = max(
+                (g.after for g in found if g.number == number_ and _of(g, each)), default=None
+            )
+            size = "" if agree is None else f"; its results agree to {number(agree)}"
+            yield f"{name}: {in_words(each)}{size}"
+        if len(functions) > _TOLD:
+            yield f"{name}: and {len(functions) - _TOLD} more functions ran compiled"
+
+
+def _of(gap: Gap, function: CompiledFunction) -> bool:
+    return any(gap.call.op == call.op for call in function.calls)
+
+
+def in_words(function: CompiledFunction) -> str:
+    """`Net.forward (model.py:14) ran compiled (inductor, 3 graphs, 12 calls)`."""
+    name = function.function or "a compiled function"
+    place = ""
+    if function.file is not None:
+        place = f" ({function.file.replace(chr(92), '/').rpartition('/')[2]}:{function.line})"
+    if not function.calls:
+        return f"{name}{place} ran compiled, op by op: {counted(len(function.ops), 'op')}"
+    graphs = counted(len(function.graphs), "graph")
+    return (
+        f"{name}{place} ran compiled (inductor, {graphs}, {counted(len(function.calls), 'call')})"
+    )
+
+
+def recompiled(case: Case) -> Iterator[str]:
+    """Compilations during a run that dynamo had a reason for."""
+    for name, side in zip(SIDES, (case.left, case.right), strict=True):
+        again = [c for c in side.regions.compilations if c.reason or c.failed]
+        for each in again[:_TOLD]:
+            yield f"{name}: {why(each)}"
+        if len(again) > _TOLD:
+            yield f"{name}: and {len(again) - _TOLD} more recompilations; TORCH_LOGS=recompiles prints them as they come"
+
+
+def why(compilation: Compilation) -> str:
+    """A recompilation, or one that failed, with dynamo's reason."""
+    if compilation.failed:
+        return f"{compilation.function} stays eager: {compilation.failed}"
+    return f"{compilation.function} was compiled again: {compilation.reason}"
