@@ -314,7 +314,7 @@ def test_a_rank_that_only_one_run_has(traces, capsys):
     assert "one.trace has no rank 1; it holds ranks 0" in err
 
     assert diff_trace(["two.trace", "one.trace", "--format", "json"]) == 0
-    assert "only one of the traces has rank 1" in said(capsys)[0]
+    assert "only the left trace has rank 1" in said(capsys)[0]
 
 
 def test_no_rank_in_both(traces, capsys):

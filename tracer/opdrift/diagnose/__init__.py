@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from opdrift.align import Maps
 from opdrift.align.maps import check_maps
 from opdrift.diagnose.answer import diagnose
+from opdrift.diagnose.by_rank import of_one_rank, of_ranks
 from opdrift.errors import IncomparableTracesError, InvalidOptionError
 from opdrift.foreign import diff_logs, read_log
 from opdrift.records import Diagnosis
@@ -68,13 +68,24 @@ def diff(
             f"{_path(left)} has {_listed(a)}, {_path(right)} has {_listed(b)}: no rank is in both."
             " Compare traces of runs with the same ranks, or name one with rank=."
         )
-    found = {
-        number: diagnose(a[number], b[number], samples=chosen, tolerance=allowed, maps=renames)
-        for number in shared
-    }
-    if len(found) == 1 and len(a) == len(b) == 1:
-        return next(iter(found.values()))
-    return _of_ranks(found, sorted(a.keys() ^ b.keys()))
+    found: dict[int, Diagnosis] = {}
+    failed: dict[int, IncomparableTracesError] = {}
+    for number in shared:
+        try:
+            found[number] = diagnose(
+                a[number], b[number], samples=chosen, tolerance=allowed, maps=renames
+            )
+        except IncomparableTracesError as error:
+            failed[number] = error
+    if not found:
+        raise next(iter(failed.values()))
+    if len(a) > 1 or len(b) > 1:
+        return of_ranks(found, failed, a, b)
+    only = found[shared[0]]
+    if rank is None or not any(origin.kind == "op" for origin in only.origins):
+        return only
+    # what this rank was handed by others is not its own
+    return of_one_rank(shared[0], only, _ranks(left, None), _ranks(right, None))
 
 
 def _of_logs(
@@ -119,24 +130,6 @@ def _path(trace: Trace | PathLike) -> str:
 
 def _listed(ranks: Mapping[int, Trace]) -> str:
     return f"rank {', '.join(map(str, sorted(ranks)))}"
-
-
-def _of_ranks(found: dict[int, Diagnosis], missing: list[int]) -> Diagnosis:
-    """The rank that says most: the worst verdict, then the earliest origin."""
-    weight = {"diverged": 0, "rounding": 1, "identical": 2}
-
-    def place(number: int) -> tuple[int, int, float, int]:
-        diagnosis = found[number]
-        first = diagnosis.first
-        seq = first.seq.left if first is not None and first.seq.left is not None else float("inf")
-        leaf = 0 if first is not None and first.kind == "leaf" else 1
-        return weight[diagnosis.verdict], leaf, seq, number
-
-    best = min(found, key=place)
-    notes = [f"compared rank by rank; this is rank {best} of {', '.join(map(str, sorted(found)))}"]
-    if missing:
-        notes.append(f"only one of the traces has rank {', '.join(map(str, missing))}")
-    return replace(found[best], notes=(*found[best].notes, *notes), ranks=found)
 
 
 def _samples(samples: Samples | None) -> tuple[int, int] | None:

@@ -149,6 +149,8 @@ def _short_place(one: Diagnosis) -> str:
     shown = card.focus(one)
     if shown is None or one.verdict == "identical":
         return ""
+    if shown.cause.slug == "other-rank":
+        return readable(shown.cause.summary)
     if shown.kind == "leaf":
         return name(shown.name or "")
     return f"op {card.at(shown.seq, one.left, one.right)}, {name(shown.op or '')} in {scope(shown.module)}"

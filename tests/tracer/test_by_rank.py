@@ -1,0 +1,157 @@
+"""Two distributed runs: the rank that a difference originates on is told from those that receive it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from opdrift.diagnose.answer import diagnose
+from opdrift.diagnose.by_rank import of_one_rank, of_ranks
+from opdrift.errors import IncomparableTracesError
+from opdrift.records import Diagnosis
+from opdrift.testing import Builder, collective
+from opdrift.tracefile.reader import Trace
+
+
+def ranks(
+    *, fault: int | None = None, size: int = 3, own: str = "", lost: int | None = None
+) -> dict[int, Trace]:
+    """Each rank multiplies by weights of its own, all add up, and each goes on.
+
+    Args:
+        fault: The rank whose first product is another one.
+        size: How many ranks.
+        own: "all" if every rank's second product is another one; a rank's number if that rank's is.
+        lost: A rank whose trace was not closed.
+    """
+    builders = [Builder(rank=r, world_size=size, complete=r != lost) for r in range(size)]
+    products = []
+    for rank, build in enumerate(builders):
+        x = build.leaf("x", kind="input")
+        w = build.leaf("a.weight", content=f"a {rank}")
+        products.append(build.op("mm", x, w, change="*" if rank == fault else ""))
+    total = sum(build.content(p) for build, p in zip(builders, products, strict=True))
+    for rank, (build, product) in enumerate(zip(builders, products, strict=True)):
+        y = collective(
+            build,
+            "all_reduce",
+            product,
+            result=np.float32(total),
+            ranks=range(size),
+            reduction="SUM",
+        )
+        changed = own in ("all", str(rank))
+        with build.scope("head"):
+            y = build.op("mm", y, build.leaf("head.weight"), change="*" if changed else "")
+        build.output(y)
+    return {rank: build.build(f"run.trace/rank-{rank:05d}") for rank, build in enumerate(builders)}
+
+
+def compared(left: dict[int, Trace], right: dict[int, Trace]) -> Diagnosis:
+    found, failed = {}, {}
+    for rank in sorted(left.keys() & right.keys()):
+        try:
+            found[rank] = diagnose(left[rank], right[rank])
+        except IncomparableTracesError as error:
+            failed[rank] = error
+    return of_ranks(found, failed, left, right)
+
+
+def firsts(diagnosis: Diagnosis) -> dict[int, tuple[str | None, str]]:
+    return {
+        rank: (one.first.op, one.first.cause.slug)
+        for rank, one in diagnosis.ranks.items()
+        if one.first is not None
+    }
+
+
+def test_the_rank_whose_op_went_wrong_originates_and_the_others_receive():
+    """By itself each other rank would blame its all_reduce: its own input is equal, and the sum is not."""
+    diagnosis = compared(ranks(), ranks(fault=1))
+
+    assert diagnosis.left.rank == 1
+    assert diagnosis.first is not None
+    assert (diagnosis.first.op, diagnosis.first.cause.slug != "other-rank") == (
+        "aten.mm.default",
+        True,
+    )
+    assert firsts(diagnosis)[0] == firsts(diagnosis)[2] == ("c10d.allreduce_.default", "other-rank")
+    assert diagnosis.notes[-1] == (
+        "rank 1 originates the difference; ranks 0 and 2 receive it through all_reduce 1 of group 0"
+    )
+
+
+def test_what_a_rank_receives_has_inputs_that_differ():
+    """The collective's inputs are those of all ranks."""
+    received = compared(ranks(), ranks(fault=1)).ranks[0]
+
+    assert received.first is not None
+    assert received.first.inputs_match is False
+    assert received.first.cause.evidence[0] == (
+        "this rank gave the same to all_reduce 1 of group 0 (op 2) in both runs; rank 1 did not"
+    )
+
+
+def test_a_rank_that_also_has_a_fault_of_its_own_is_told_of_that():
+    """What it receives comes first, what it adds is still found."""
+    one = compared(ranks(), ranks(fault=1, own="0")).ranks[0]
+
+    assert [o.cause.slug for o in one.origins] == [
+        "other-rank"
+    ]  # the head reads what differs already
+
+
+def test_a_difference_after_the_last_collective_belongs_to_its_rank():
+    diagnosis = compared(ranks(), ranks(own="2"))
+
+    assert (diagnosis.left.rank, {r: one.verdict for r, one in diagnosis.ranks.items()}) == (
+        2,
+        {0: "identical", 1: "identical", 2: "diverged"},
+    )
+    assert "compared rank by rank; this is rank 2 of 0, 1, 2" in diagnosis.notes
+
+
+def test_what_comes_before_a_collective_comes_first():
+    """Rank 2's own difference lies after the sum, rank 1's before it."""
+    diagnosis = compared(ranks(), ranks(fault=1, own="2"))
+
+    assert diagnosis.left.rank == 1
+
+
+def test_equal_runs_are_identical_on_all_ranks():
+    diagnosis = compared(ranks(), ranks())
+
+    assert (diagnosis.verdict, set(diagnosis.ranks)) == ("identical", {0, 1, 2})
+
+
+def test_one_rank_by_itself_is_told_what_it_received():
+    """`--rank 0`: the other ranks' traces are looked at, and only this one's is compared."""
+    left, right = ranks(), ranks(fault=1)
+
+    one = of_one_rank(0, diagnose(left[0], right[0]), left, right)
+
+    assert one.first is not None
+    assert one.first.cause.slug == "other-rank"
+
+
+def test_runs_of_different_sizes_are_compared_as_far_as_they_go():
+    diagnosis = compared(ranks(size=2), ranks(size=3))
+
+    assert set(diagnosis.ranks) == {0, 1}
+    assert any("the left run had 2 ranks, the right one 3" in note for note in diagnosis.notes)
+    assert "only the right trace has rank 2" in diagnosis.notes
+
+
+def test_a_rank_without_a_trace_is_named():
+    left, right = ranks(), ranks()
+    del right[1]
+
+    assert "the right trace lacks rank 1" in compared(left, right).notes
+
+
+def test_a_rank_that_ended_early_leaves_the_answer_open():
+    """Nothing differs in what both have: that is no "identical". If another rank differs, that is said."""
+    with pytest.raises(IncomparableTracesError, match=r"rank-00001 is incomplete"):
+        compared(ranks(), ranks(lost=1))
+    diagnosis = compared(ranks(), ranks(lost=1, own="2"))
+    assert any(note.startswith("rank 1 could not be compared: ") for note in diagnosis.notes)

@@ -1,0 +1,147 @@
+"""Two distributed runs: where among the ranks a difference originates, and who only receives it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from opdrift.errors import IncomparableTracesError
+from opdrift.records import Cause, Diagnosis, Divergence
+from opdrift.tracefile.reader import Trace
+from opdrift.world.causes import listed
+from opdrift.world.received import Exchanges, Received
+
+_WEIGHT = {"diverged": 0, "rounding": 1, "identical": 2}
+SLUG = "other-rank"
+
+
+def of_ranks(
+    found: Mapping[int, Diagnosis],
+    failed: Mapping[int, IncomparableTracesError],
+    left: Mapping[int, Trace],
+    right: Mapping[int, Trace],
+) -> Diagnosis:
+    """The answer of the rank that a difference originates on; `ranks` holds those of all.
+
+    Args:
+        found: The diagnosis of each rank by itself.
+        failed: Ranks that could not be compared, and why.
+        left: The left run's traces.
+        right: The right run's.
+
+    Raises:
+        IncomparableTracesError: Nothing differs, and a rank could not be compared.
+    """
+    exchanges = Exchanges(left, right)
+    told: dict[int, Diagnosis] = {}
+    handed: dict[int, Received] = {}
+    for rank, one in found.items():
+        told[rank], first = _attributed(rank, one, exchanges)
+        if first is not None:
+            handed[rank] = first
+
+    def place(rank: int) -> tuple[int, bool, int, int, float, int]:
+        one = told[rank]
+        first = one.first
+        seq = first.seq.left if first is not None and first.seq.left is not None else float("inf")
+        before = exchanges.before(rank, first) if first is not None else 0
+        leaf = 0 if first is not None and first.kind == "leaf" else 1
+        return _WEIGHT[one.verdict], rank in handed, before, leaf, seq, rank
+
+    best = min(told, key=place)
+    if failed and told[best].verdict == "identical":
+        raise next(iter(failed.values()))
+    notes = [
+        *_said(told, handed, best),
+        *(f"rank {rank} could not be compared: {error}" for rank, error in failed.items()),
+        *_uneven(left, right),
+    ]
+    return replace(told[best], notes=(*told[best].notes, *notes), ranks=told)
+
+
+def of_one_rank(
+    rank: int, one: Diagnosis, left: Mapping[int, Trace], right: Mapping[int, Trace]
+) -> Diagnosis:
+    """The diagnosis of one rank, with what it only receives from others said as such."""
+    return _attributed(rank, one, Exchanges(left, right))[0]
+
+
+def _attributed(
+    rank: int, one: Diagnosis, exchanges: Exchanges
+) -> tuple[Diagnosis, Received | None]:
+    """A rank's diagnosis, with what it only receives said as such; the first of all if it has nothing of its own."""
+    received = [
+        exchanges.received(rank, origin) if origin.kind == "op" else None for origin in one.origins
+    ]
+    if not any(received):
+        return one, None
+    origins = tuple(
+        origin if got is None else _handed_on(origin, got)
+        for origin, got in zip(one.origins, received, strict=True)
+    )
+    own = [origin for origin in origins if origin.cause.slug != SLUG]
+    material = next((o for o in own if o.material), None) or next(
+        (o for o in origins if o.material), None
+    )
+    first = material or origins[0]
+    causes = tuple(dict.fromkeys([first.cause, *(o.cause for o in origins)]))
+    changed = replace(one, origins=origins, first=first, first_bitwise=origins[0], causes=causes)
+    return changed, next(filter(None, received)) if first.cause.slug == SLUG else None
+
+
+def _handed_on(origin: Divergence, got: Received) -> Divergence:
+    cause = Cause(
+        SLUG,
+        "certain",
+        f"{got.place} hands on what differs on {listed(got.givers)}",
+        (
+            f"this rank gave the same to {got.place} (op {got.seq}) in both runs; {listed(got.givers)} did not",
+            "a collective's inputs are those of all its ranks",
+        ),
+        f"Look at {listed(got.givers)}: diff-trace LEFT RIGHT --rank {got.givers[0]}",
+    )
+    return replace(origin, cause=cause, inputs_match=False)
+
+
+def _said(told: Mapping[int, Diagnosis], handed: Mapping[int, Received], best: int) -> list[str]:
+    ranks = sorted(told)
+    if handed:
+        origin = [r for r in ranks if told[r].verdict != "identical" and r not in handed]
+        by_place: dict[str, list[int]] = {}
+        for rank, got in sorted(handed.items()):
+            by_place.setdefault(got.place, []).append(rank)
+        receivers = [
+            f"{listed(got)} {'receives' if len(got) == 1 else 'receive'} it through {place}"
+            for place, got in by_place.items()
+        ]
+        start = (
+            f"{listed(origin)} {'originates' if len(origin) == 1 else 'originate'} the difference"
+            if origin
+            else "no compared rank originates the difference"
+        )
+        return [f"{start}; {', '.join(receivers)}"]
+    return [f"compared rank by rank; this is rank {best} of {', '.join(map(str, ranks))}"]
+
+
+def _uneven(left: Mapping[int, Trace], right: Mapping[int, Trace]) -> list[str]:
+    """Ranks that only one run has, or that were not recorded."""
+    said = []
+    sizes = [next(iter(side.values())).header.world_size or 1 for side in (left, right)]
+    if sizes[0] != sizes[1]:
+        said.append(
+            f"the left run had {sizes[0]} ranks, the right one {sizes[1]}: reductions add up other numbers of parts, and"
+            " each rank may have another share of the data"
+        )
+    for word, side, size, other in (
+        ("left", left, sizes[0], right),
+        ("right", right, sizes[1], left),
+    ):
+        missing = [rank for rank in range(size) if rank not in side]
+        if missing:
+            said.append(f"the {word} trace lacks {listed(missing)}")
+        extra = sorted(
+            side.keys() - other.keys() - set(range(sizes[0] if other is left else sizes[1]))
+        )
+        if extra:
+            said.append(f"only the {word} trace has {listed(extra)}")
+    return said

@@ -1,0 +1,118 @@
+"""Which differences between two runs a rank only receives: another rank gave something else to a collective.
+
+A collective's inputs are those of all its ranks. Where a rank's own are equal in both runs and what it got is not,
+the rank by itself looks like the origin; the ranks that gave something else are nearer to it (notes: integrity 4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from opdrift.records import Divergence, Sides
+from opdrift.tracefile.reader import Trace
+from opdrift.world.collectives import Meeting, World
+from opdrift.world.handed import given
+
+#: Before a content that arrived late so many views are passed.
+_VIEWS = 8
+_WAIT = "_c10d_functional.wait_tensor"
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """What a rank was handed by others.
+
+    Attributes:
+        meeting: The collective, as in the left run.
+        seq: Its op's number on the rank that got it, in the left run.
+        givers: Ranks that gave something else to it than in the other run.
+    """
+
+    meeting: Meeting
+    seq: int
+    givers: tuple[int, ...]
+
+    @property
+    def place(self) -> str:
+        """In words: `all_reduce 3 of group 0`."""
+        return next(iter(self.meeting.members.values())).place
+
+
+class Exchanges:
+    """The collectives of two runs of the same ranks, side by side."""
+
+    def __init__(self, left: Mapping[int, Trace], right: Mapping[int, Trace]) -> None:
+        self._worlds = Sides(World(left.values()), World(right.values()))
+
+    def received(self, rank: int, origin: Divergence) -> Received | None:
+        """The collective that handed a rank what differs at an op, if others gave something else to it."""
+        left, right = self._worlds.left, self._worlds.right
+        if origin.seq.left is None or origin.seq.right is None or rank not in left.traces:
+            return None
+        behind = zip(
+            _collectives_behind(left, rank, origin.seq.left),
+            _collectives_behind(right, rank, origin.seq.right),
+            strict=False,
+        )
+        for one, other in behind:
+            if _key(one) != _key(other):
+                continue
+            givers = tuple(
+                r for r in one.members if r != rank and self._gave_another(r, one, other)
+            )
+            if givers and not self._gave_another(rank, one, other):
+                return Received(one, one.members[rank].seq, givers)
+        return None
+
+    def before(self, rank: int, origin: Divergence) -> int:
+        """How many collectives a rank had issued before an op: where it stands among the ops of all ranks."""
+        seq = origin.seq.left
+        if origin.kind == "leaf" or seq is None:
+            return 0
+        return sum(each.seq < seq for each in self._worlds.left.collectives.get(rank, ()))
+
+    def _gave_another(self, rank: int, one: Meeting, other: Meeting) -> bool:
+        """Whether a rank is known to have given other contents in the right run than in the left one."""
+        if rank not in other.members:
+            return False
+        pairs = zip(
+            given(self._worlds.left.traces[rank], one.members[rank]),
+            given(self._worlds.right.traces[rank], other.members[rank]),
+            strict=False,
+        )
+        return any(a is not None and b is not None and a.key != b.key for a, b in pairs)
+
+
+def _key(meeting: Meeting) -> object:
+    return meeting.group, meeting.ranks, meeting.what
+
+
+def _collectives_behind(world: World, rank: int, seq: int) -> Iterator[Meeting]:
+    """The collectives that an op is, waits for, or reads the result of, through views."""
+    trace = world.traces[rank]
+    index = trace.index_of(seq)
+    if index is None:
+        return
+    own = world.by_op.get((rank, seq))
+    if own is not None:
+        yield own
+        return
+    for value in trace.ops.inputs[index].tolist():
+        for writer in _writers(trace, value):
+            found = world.by_op.get((rank, int(trace.ops.seq[writer])))
+            if found is None and trace.op(writer).name.startswith(_WAIT):
+                found = next(_collectives_behind(world, rank, int(trace.ops.seq[writer])), None)
+            if found is not None:
+                yield found
+                break
+
+
+def _writers(trace: Trace, value: int) -> Iterator[int]:
+    """The ops that made a value, or wrote the content of its storage, nearest first; views are passed."""
+    columns, outputs = trace.values, trace.ops.outputs
+    same = (columns.storage == columns.storage[value]) & (columns.write == columns.write[value])
+    ops = np.unique(outputs.rows()[np.isin(outputs.values, np.flatnonzero(same))])
+    yield from ops[:_VIEWS].tolist()
