@@ -354,7 +354,7 @@ def test_traces_with_nothing_in_common(traces, tmp_path, python, capsys):
         (["base.trace"], "two traces"),
         (["base.trace", "same.trace", "eps.trace"], "two traces"),
         (["base.trace", "same.trace", "--format", "html"], "such as -o report.html"),
-        (["base.trace", "--across-ranks"], "--across-ranks is not in this version"),
+        (["base.trace", "--across-ranks"], "the trace of one process"),
         (["base.trace", "same.trace", "--rtol", "1e-3"], "--rtol and --atol belong together"),
         (["base.trace", "same.trace", "-q", "--format", "json"], "-q prints only the verdict"),
         (["base.trace", "same.trace", "--tree", "--format", "json"], "belong to text"),

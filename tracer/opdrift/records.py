@@ -11,6 +11,8 @@ from opdrift.errors import InvalidOptionError
 
 TRACE_SCHEMA: Final = "opdrift.trace/1"
 DIAGNOSIS_SCHEMA: Final = "opdrift.diagnosis/1"
+#: `Alignment.method` where the ranks of one run are held against each other; `paired` then counts what was checked.
+ACROSS_RANKS: Final = "across the ranks of one run"
 
 #: Where an op of no module ran, in words.
 OUTSIDE: Final = "the program outside every module"
@@ -356,6 +358,7 @@ class Divergence:
         made_otherwise: An input is a constant, or a view of what is equal, that was made with other
             arguments: `arguments` are those.
         content: In words, what changed with no op that wrote it, where that is no leaf but an op's output.
+        ranks: Which ranks of one run each side stands for, where those are held against each other.
     """
 
     kind: DivergenceKind
@@ -386,6 +389,7 @@ class Divergence:
     outside: bool = False
     made_otherwise: bool = False
     content: str | None = None
+    ranks: Sides[tuple[int, ...]] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,9 @@ _FILE_WIDTH: Final = 100
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `diff-trace`; tests/test_public_api.py freezes them."""
-    parser.usage = f"{parser.prog} LEFT RIGHT [options]"
+    parser.usage = (
+        f"{parser.prog} LEFT RIGHT [options]\n       {parser.prog} --across-ranks TRACE [options]"
+    )
     parser.add_argument(
         "traces",
         metavar="TRACE",
@@ -77,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--across-ranks",
         action="store_true",
-        help="compare the ranks of one trace (not in this version)",
+        help="with one distributed trace: check that what should be equal on all its ranks is",
     )
     add = parser.add_argument_group("what is printed").add_argument
     add(
@@ -129,10 +131,8 @@ def _check(options: argparse.Namespace) -> None:
         InvalidOptionError: Said with what to do instead.
     """
     if options.across_ranks:
-        raise InvalidOptionError(
-            "--across-ranks is not in this version of opdrift; `diff-trace LEFT RIGHT` compares two distributed runs rank by rank."
-        )
-    if len(options.traces) != 2:
+        _check_across_ranks(options)
+    elif len(options.traces) != 2:
         raise InvalidOptionError(
             f"diff-trace compares two traces, LEFT and RIGHT; {len(options.traces)} were given."
         )
@@ -158,12 +158,39 @@ def _check(options: argparse.Namespace) -> None:
         )
 
 
+def _check_across_ranks(options: argparse.Namespace) -> None:
+    """One trace, and nothing that chooses what of two runs is compared."""
+    if len(options.traces) != 1:
+        raise InvalidOptionError(
+            f"diff-trace --across-ranks looks into one distributed trace; {len(options.traces)} were given."
+        )
+    chosen = {
+        "--samples": options.samples is not None,
+        "--rank": options.rank is not None,
+        "--rtol and --atol": options.rtol is not None or options.atol is not None,
+        "--map": bool(options.map),
+        "--tree": options.tree,
+        "--side-by-side": options.side_by_side,
+        "--context": options.context is not None,
+        "--checkpoint": bool(options.checkpoint),
+    }
+    for name in (name for name, given in chosen.items() if given):
+        raise InvalidOptionError(
+            f"{name} compares two runs; --across-ranks holds the ranks of one against each other, bit for bit. Leave one of them out."
+        )
+
+
 def _compare(options: argparse.Namespace) -> tuple[Diagnosis, Sides[Trace | Path]]:
     """The answer, and the traces, opened already where they are of one process; logs stay paths."""
     from opdrift.diagnose import diff
     from opdrift.records import Sides
     from opdrift.tracefile.opening import load, rank_folders
 
+    if options.across_ranks:
+        from opdrift.diagnose.across_ranks import across_ranks
+
+        folder = Path(options.traces[0])
+        return across_ranks(folder), Sides(folder, folder)
     paths = [Path(given) for given in options.traces]
     logs = any(path.is_file() for path in paths)
     if logs and (options.tree or options.side_by_side or options.context is not None):

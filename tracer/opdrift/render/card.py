@@ -9,7 +9,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from opdrift.records import OUTSIDE, Cause, Diagnosis, Divergence, Pick, Sides, TraceSummary
+from opdrift.records import (
+    ACROSS_RANKS,
+    OUTSIDE,
+    Cause,
+    Diagnosis,
+    Divergence,
+    Pick,
+    Sides,
+    TraceSummary,
+)
 from opdrift.render.words import count, name, ordinal, plural, readable, scope, side, size
 
 Tone = Literal["plain", "strong", "good", "bad", "quiet"]
@@ -35,6 +44,9 @@ class Field:
 
 def headline(diagnosis: Diagnosis) -> str:
     """The verdict and the place, in one sentence."""
+    if diagnosis.verdict == "identical" and diagnosis.alignment.method == ACROSS_RANKS:
+        checks = plural(diagnosis.alignment.paired, "check")
+        return f"identical: what should be equal on all ranks is equal ({checks})"
     if diagnosis.verdict == "identical" and not diagnosis.exact:
         return f"no difference seen: {_counts(diagnosis)}; every hash is equal, which does not prove that every tensor is"
     if diagnosis.verdict == "identical":
@@ -46,11 +58,20 @@ def headline(diagnosis: Diagnosis) -> str:
     ranks = (
         f" (rank {diagnosis.left.rank} of {diagnosis.left.world_size})" if diagnosis.ranks else ""
     )
+    if shown is not None and shown.ranks is not None:
+        ranks = f" ({_between(shown.ranks)})"
     if diagnosis.verdict == "rounding":
         final = shown.final_relative_difference if shown is not None else None
         reach = f", {size(final)} at the output" if final is not None else ""
         return f"rounding only: the runs first differ {place}{ranks}{reach}"
     return f"diverged: {place}{ranks}"
+
+
+def _between(ranks: Sides[tuple[int, ...]]) -> str:
+    """`rank 1 against ranks 0, 2`."""
+    if not ranks.left or set(ranks.left) == set(ranks.right):
+        return f"rank {', '.join(map(str, ranks.right))}"
+    return f"rank {', '.join(map(str, ranks.right))} against {', '.join(map(str, ranks.left))}"
 
 
 def _counts(diagnosis: Diagnosis) -> str:
@@ -89,6 +110,8 @@ def _place(first: Divergence, left: TraceSummary, right: TraceSummary) -> str:
         content = first.name or first.content or "a tensor without a name"
         return f"{where}: {name(content)} changed, and no recorded op wrote it"
     if first.kind == "structure":
+        if first.ranks is not None:
+            return f"{where}: the ranks do different things in {_scope(first)}"
         if not first.material:
             return f"{where}: {_scope(first)} is computed in two ways"
         return f"{where}: the runs do different things in {_scope(first)}"
@@ -108,7 +131,9 @@ def at(
     if number is None:
         number, ops = seq.right, right.ops
         notes.insert(0, "right only")
-    where = f"{count(number)} of {count(ops)}" if number is not None else "unknown"
+    where = "unknown"
+    if number is not None:  # of a rank that died in an op, the ops before it may be lost
+        where = f"{count(number)} of {count(ops)}" if number <= ops else count(number)
     return f"{where} ({', '.join(notes)})" if notes else where
 
 
@@ -117,7 +142,9 @@ def card(first: Divergence, *, module_type: str | None = None) -> list[Field]:
     fields = [_where(first, module_type), *why(first.cause)]
     if first.members:
         fields.append(_with(first))
-    if first.kind == "op" or (first.kind == "structure" and first.inputs_match):
+    if (first.kind == "op" and first.ranks is None) or (
+        first.kind == "structure" and first.inputs_match
+    ):
         fields.append(_inputs(first))
     fields.append(
         Field(

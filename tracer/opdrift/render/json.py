@@ -131,6 +131,9 @@ def _divergence(d: Divergence | None) -> dict[str, Any] | None:
         "how": d.how,
         "arithmetic": d.arithmetic,
         "outside": d.outside,
+        "ranks": None
+        if d.ranks is None
+        else {"left": list(d.ranks.left), "right": list(d.ranks.right)},
     }
 
 

@@ -96,7 +96,7 @@ def _ending(trace: Trace) -> str:
     if trace.footer is None:
         return "ended without closing its trace"
     if trace.footer.ended == "raised":
-        return f"raised {shorten(trace.footer.exception or 'an exception', _LONGEST)}"
+        return f"raised {shorten(trace.footer.exception or 'an exception', _LONGEST, placeholder=' ...')}"
     return "ended by itself"
 
 

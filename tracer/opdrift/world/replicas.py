@@ -114,7 +114,7 @@ class Replicas:
         ]
 
     def drifting(self) -> Sequence[str]:
-        """Buffers that are equal on entry, and at the end are not: each rank keeps them for itself."""
+        """Buffers that are equal on entry, not at the end, and never broadcast: each rank keeps them for itself."""
         ends = {rank: _ends(trace) for rank, trace in self._world.traces.items()}
         return [
             name
@@ -122,6 +122,7 @@ class Replicas:
             if leaf.kind == "buffer"
             and len(set(self._keys(name, self._entries).values())) == 1
             and len(set(self._keys(name, ends).values())) > 1
+            and not any(self._reduced_on(rank, name) for rank in self._entries)
         ]
 
     def split(self, replica: Replica) -> Split | None:
@@ -215,10 +216,7 @@ class Replicas:
         starts = [
             each.value for each in trace.leaves if each.kind == "gradient" and each.name == name
         ]
-        for state in self.history(rank, name)[1:]:
-            writer = int(contents.maker[state.value])
-            if writer >= 0:
-                starts += trace.ops.inputs[writer].tolist()
+        starts += [state.value for state in self.history(rank, name)]
         return _collective_behind(self._world, rank, contents, starts, size)
 
 

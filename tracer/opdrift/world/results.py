@@ -26,6 +26,9 @@ _WORDS: Final = {"SUM": "sum", "AVG": "mean", None: "sum or mean"}
 #: A reduction that is a sum, or a sum divided; where nothing told which, either may be right.
 _LINEAR: Final = frozenset({"SUM", "AVG", None})
 
+#: Every rank gets the same.
+_ALIKE: Final = ("all_reduce", "broadcast", "all_gather")
+
 Doubles = npt.NDArray[np.float64]
 Tensors = Mapping[int, Sequence[Handed | None]]
 
@@ -56,6 +59,15 @@ def wrong_results(world: World) -> Iterator[WrongResult]:
             yield found
 
 
+def unread(world: World) -> int:
+    """Collectives whose results should be equal and are known on fewer than two ranks: nobody read them in time."""
+    return sum(
+        meeting.what in _ALIKE
+        and sum(any(got(world.traces[r], part)) for r, part in meeting.members.items()) < 2
+        for meeting in world.meetings
+    )
+
+
 def minority(keys: Mapping[int, object]) -> tuple[tuple[int, ...], int]:
     """Ranks that are not with the largest group of equal keys, and the first rank of that group.
 
@@ -74,7 +86,7 @@ def minority(keys: Mapping[int, object]) -> tuple[tuple[int, ...], int]:
 def _check(world: World, meeting: Meeting) -> WrongResult | None:
     inputs = {rank: given(world.traces[rank], part) for rank, part in meeting.members.items()}
     outputs = {rank: got(world.traces[rank], part) for rank, part in meeting.members.items()}
-    if meeting.what in ("all_reduce", "broadcast", "all_gather"):
+    if meeting.what in _ALIKE:
         unequal = _unequal(meeting, outputs)
         if unequal is not None:
             return unequal

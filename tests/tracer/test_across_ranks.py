@@ -1,0 +1,193 @@
+"""One distributed run held against itself: what should be equal on all ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from opdrift.commands.main import diff_trace
+from opdrift.diagnose.across_ranks import diagnose_world
+from opdrift.errors import IncomparableTracesError
+from opdrift.records import Diagnosis
+from opdrift.render import card, markdown
+from opdrift.render import json as as_json
+from opdrift.testing import Builder, collective
+
+
+def vector(text: str) -> np.ndarray:
+    return np.random.default_rng(sum(text.encode())).standard_normal(256).astype(np.float32)
+
+
+def rank(
+    *,
+    weight: str = "w",
+    result: str = "sum",
+    statistics: str = "",
+    issued: int = 1,
+    extra: str = "",
+) -> Callable[[Builder], None]:
+    """A rank that reduces a gradient and updates a parameter with it."""
+
+    def body(build: Builder) -> None:
+        header = build.build().header
+        number, ranks = header.rank, range(header.world_size or 1)
+        w = build.leaf("fc.weight", content=vector(weight))
+        mean = build.leaf("norm.running_mean", kind="buffer", content=vector("mean"))
+        grad = build.op("mm", build.leaf("x", kind="input", content=vector(f"x {number}")), w)
+        for _ in range(issued):
+            grad = collective(
+                build, "all_reduce", grad, result=vector(result), ranks=ranks, reduction="another"
+            )
+        if extra:
+            grad = build.op(extra, grad)
+        build.name(build.op("add_", w, grad), "fc.weight", when="exit")
+        build.name(grad, "fc.weight", kind="gradient", when="exit")
+        if statistics:
+            mean = build.op("native_batch_norm_", mean, content=vector(f"{statistics} {number}"))
+            build.name(mean, "norm.running_mean", kind="buffer", when="exit")
+
+    return body
+
+
+def checked(*bodies: Callable[[Builder], None], complete: bool = True, size: int = 0) -> Diagnosis:
+    builders = [
+        Builder(rank=number, world_size=size or len(bodies), complete=complete or number == 0)
+        for number in range(len(bodies))
+    ]
+    for build, body in zip(builders, bodies, strict=True):
+        body(build)
+    return diagnose_world([b.build(f"run.trace/rank-{i:05d}") for i, b in enumerate(builders)])
+
+
+def test_what_should_be_equal_is():
+    """Inputs, activations and gradients before the reduction differ, by right."""
+    diagnosis = checked(rank(), rank(), rank())
+
+    assert (diagnosis.verdict, diagnosis.first, diagnosis.notes) == ("identical", None, ())
+    assert (
+        card.headline(diagnosis)
+        == "identical: what should be equal on all ranks is equal (3 checks)"
+    )
+
+
+def test_a_parameter_that_differs_names_the_ranks_of_both_sides():
+    """Two of three ranks agree: left stands for them, right for the third."""
+    diagnosis = checked(rank(), rank(weight="other"), rank())
+
+    first = diagnosis.first
+    assert first is not None
+    assert first.ranks is not None
+    assert (first.kind, first.name, first.cause.slug) == ("leaf", "fc.weight", "replica")
+    assert (first.ranks.left, first.ranks.right) == ((0, 2), (1,))
+    assert (diagnosis.left.rank, diagnosis.right.rank) == (0, 1)
+    assert card.headline(diagnosis) == (
+        "diverged: before the first op: fc.weight differs (rank 1 against 0, 2)"
+    )
+
+
+def test_the_earliest_of_several_comes_first():
+    """Ranks that got other sums hold other parameters after them: the sum comes first."""
+    diagnosis = checked(rank(), rank(result="other"), rank())
+
+    assert [(o.kind, o.op, o.cause.slug) for o in diagnosis.origins] == [
+        ("op", "c10d.allreduce_.default", "collective"),
+        ("op", "aten.add_.default", "replica"),
+    ]
+
+
+def test_a_change_that_one_rank_makes_by_itself_is_found_at_its_op():
+    (origin,) = checked(rank(), rank(extra="_foreach_mul_")).origins
+
+    assert (origin.kind, origin.op, origin.name) == ("op", "aten.add_.default", "fc.weight")
+    assert (origin.seq.left, origin.seq.right) == (3, 4)
+
+
+def test_ranks_that_disagree_about_a_collective_do_different_things():
+    diagnosis = checked(rank(issued=2), rank())
+
+    assert diagnosis.first is not None
+    assert (diagnosis.first.kind, diagnosis.first.cause.slug) == ("structure", "collective")
+    assert "the ranks do different things" in card.headline(diagnosis)
+
+
+def test_statistics_that_each_rank_keeps_are_a_note():
+    """Nothing synchronises them, and nothing says that it should: no verdict."""
+    diagnosis = checked(rank(statistics="own"), rank(statistics="own"))
+
+    assert diagnosis.verdict == "identical"
+    assert diagnosis.notes == (
+        "norm.running_mean is kept by each rank for itself: equal at the start, and no longer at the end",
+    )
+
+
+def test_what_nothing_tells_of_is_said_not_judged():
+    """Two ranks of a model that is split look just like two that were not synchronised."""
+
+    def body(build: Builder) -> None:
+        build.leaf("fc.weight", content=vector(f"rank {build.build().header.rank}"))
+
+    diagnosis = checked(body, body)
+
+    assert diagnosis.verdict == "identical"
+    assert (
+        "fc.weight differs between ranks, and nothing recorded says whether that is right"
+        in diagnosis.notes[0]
+    )
+
+
+def test_a_rank_that_ended_leaves_the_answer_open():
+    with pytest.raises(IncomparableTracesError, match="Nothing differs in what the ranks have"):
+        checked(rank(), rank(), complete=False)
+
+
+def test_a_rank_that_ended_while_another_waited_is_the_answer():
+    diagnosis = checked(rank(issued=2), rank(), complete=False)
+
+    assert diagnosis.first is not None
+    assert diagnosis.first.cause.slug == "rank-ended"
+
+
+def test_a_rank_without_a_trace_is_named():
+    assert checked(rank(), rank(), size=3).notes == ("rank 2 of 3 left no trace here",)
+
+
+def test_the_reports_say_the_same():
+    """JSON names the ranks of each side; Markdown has the same card."""
+    diagnosis = checked(rank(), rank(weight="other"), rank())
+
+    document = json.loads(as_json.render(diagnosis))
+    assert document["first"]["ranks"] == {"left": [0, 2], "right": [1]}
+    assert document["alignment"]["method"] == "across the ranks of one run"
+    assert "rank 1 against 0, 2" in markdown.render(diagnosis)
+
+
+# ---- the command ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["a", "b", "--across-ranks"], "looks into one distributed trace; 2 were given"),
+        (["a", "--across-ranks", "--rank", "1"], "--rank compares two runs"),
+        (["a", "--across-ranks", "--tree"], "--tree compares two runs"),
+        (["a", "--across-ranks", "--samples", "0:1"], "--samples compares two runs"),
+    ],
+)
+def test_options_of_two_runs_are_refused(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+):
+    assert diff_trace(arguments) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_path_without_ranks_is_one_sentence(
+    tmp_path: Path, recorded: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert diff_trace([str(tmp_path / "nothing"), "--across-ranks"]) == 2
+    assert "does not exist" in capsys.readouterr().err
+    assert diff_trace([str(recorded / "base.trace"), "--across-ranks"]) == 2
+    assert "holds the trace of one process" in capsys.readouterr().err

@@ -1,0 +1,338 @@
+"""One distributed run, held against itself: is equal on all ranks what should be?"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from opdrift.compare import Difference, difference
+from opdrift.diagnose.surroundings import environment_of, summary_of
+from opdrift.errors import IncomparableTracesError
+from opdrift.findings import findings
+from opdrift.records import (
+    ACROSS_RANKS,
+    Alignment,
+    Cause,
+    Diagnosis,
+    Divergence,
+    DivergenceKind,
+    EnvironmentDifference,
+    Finding,
+    Op,
+    Sides,
+)
+from opdrift.tracefile.opening import load, rank_folders
+from opdrift.tracefile.reader import Trace
+from opdrift.world.causes import (
+    has_ended,
+    listed,
+    of_disagreement,
+    of_end,
+    of_split,
+    of_wrong_result,
+)
+from opdrift.world.collectives import Collective, Disagreement, World
+from opdrift.world.findings import grouped, odd_ones
+from opdrift.world.replicas import Replicas, Split
+from opdrift.world.results import WrongResult, unread, wrong_results
+
+#: Names that are listed in a note.
+_NAMES: Final = 4
+
+
+def across_ranks(path: str | os.PathLike[str]) -> Diagnosis:
+    """Check within one distributed run that what should be equal on all ranks is.
+
+    Parameters that every rank holds whole, results of collectives, what ranks ask of a collective, and what a
+    gather puts together. In the answer, and in each `Divergence`, left stands for the ranks that most others agree
+    with and right for those that do not: `ranks` of a divergence names them.
+
+    Args:
+        path: The folder of the run, with a folder a rank in it.
+
+    Raises:
+        IncomparableTracesError: The trace is of one process, or nothing differs and a rank's trace is incomplete.
+        NotATraceError: The path holds no trace.
+    """
+    folder = Path(path)
+    ranks = rank_folders(folder) if folder.is_dir() else {}
+    if len(ranks) < 2:
+        load(folder)  # a path that holds nothing is told as such
+        raise IncomparableTracesError(
+            f"{folder} holds the trace of {'one rank' if ranks else 'one process'}, so there is nothing to compare across"
+            " ranks. Give the folder of a distributed run, with a folder a rank in it."
+        )
+    return diagnose_world([load(each) for each in ranks.values()])
+
+
+def diagnose_world(traces: Sequence[Trace]) -> Diagnosis:
+    """The same of traces that are open, one a rank."""
+    check = _Check(World(traces))
+    found = sorted(check.divergences(), key=lambda each: each.order)
+    ended = [rank for rank, trace in check.world.traces.items() if not trace.complete]
+    if not found and ended:
+        trace = check.world.traces[ended[0]]
+        raise IncomparableTracesError(
+            f"{trace.path} is {trace.incomplete}. Nothing differs in what the ranks have, but what is missing may."
+            " Record the run again, and let it end by itself."
+        )
+    left, right = check.sides(found)
+    divergences = tuple(each.divergence for each in found)
+    first = divergences[0] if divergences else None
+    return Diagnosis(
+        verdict="diverged" if found else "identical",
+        left=summary_of(left),
+        right=summary_of(right),
+        first=first,
+        first_bitwise=first,
+        origins=divergences,
+        amplifiers=(),
+        causes=tuple(dict.fromkeys(d.cause for d in divergences)),
+        environment=_environment(left, right),
+        unpaired=Sides((), ()),
+        alignment=Alignment(check.checked, 0, 0, ACROSS_RANKS, None),
+        notes=tuple(check.notes(ended)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """A divergence, and where it stands among others: (epoch, seq), and the ranks whose traces it quotes."""
+
+    divergence: Divergence
+    order: tuple[int, int]
+    ranks: Sides[int]
+
+
+class _Check:
+    """What is checked of one world."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._replicas = Replicas(world)
+        self._judged = list(self._replicas.found())
+
+    @property
+    def checked(self) -> int:
+        """How many replicas and collectives were held against each other."""
+        return len(self._judged) + len(self.world.meetings)
+
+    def sides(self, found: Sequence[_Placed]) -> tuple[Trace, Trace]:
+        """The traces that the first divergence quotes; the first two ranks if there is none."""
+        traces = self.world.traces
+        ranks = found[0].ranks if found else Sides(*sorted(traces)[:2])
+        return traces[ranks.left], traces[ranks.right]
+
+    def divergences(self) -> Iterator[_Placed]:
+        """Everything that differs and should not."""
+        splits = [s for replica in self._judged if (s := self._replicas.split(replica)) is not None]
+        for group in grouped(splits):
+            yield self._of_split(group)
+        for wrong in wrong_results(self.world):
+            yield self._of_result(wrong)
+        for disagreement in self.world.disagreements:
+            yield self._of_disagreement(disagreement)
+        for finding in findings(self.world.traces.values()):
+            if finding.kind == "gather":
+                yield self._of_gather(finding)
+
+    def notes(self, ended: Sequence[int]) -> Iterator[str]:
+        """What could not be judged, and what differs by right."""
+        world = self.world
+        if world.missing:
+            yield f"{listed(world.missing)} of {world.size} left no trace here"
+        for rank in ended:
+            yield f"rank {rank} is {world.traces[rank].incomplete}; what it did until then is checked"
+        unjudged = self._replicas.unjudged()
+        if unjudged:
+            yield (
+                f"{_some(unjudged)} differ{'s' * (len(unjudged) == 1)} between ranks, and nothing recorded says whether that is"
+                " right: no gradient is reduced, and too little of the model is equal to take it for a replica"
+            )
+        drifting = self._replicas.drifting()
+        if drifting:
+            yield (
+                f"{_some(drifting)} {'is' if len(drifting) == 1 else 'are'} kept by each rank for itself: equal at the start, and"
+                " no longer at the end"
+            )
+        late = unread(world)
+        if late:
+            yield f"the results of {late} of {len(world.meetings)} collectives are not known: nothing read them once they were there"
+
+    # ---- each sort -------------------------------------------------------------------------------------
+
+    def _of_split(self, group: Sequence[Split]) -> _Placed:
+        first = group[0]
+        ranks = Sides(first.usual, first.odd[0])
+        ops = Sides(self._writer(first.usual, first.left.value, first.left.step),
+                    self._writer(first.odd[0], first.right.value, first.right.step))  # fmt: skip
+        kind: DivergenceKind = "leaf"
+        if first.left.step:
+            kind = "op" if ops.left is not None and ops.right is not None else "hidden-write"
+        usual = tuple(rank for rank in first.replica.ranks if rank not in first.odd)
+        return self._placed(
+            kind,
+            of_split(self.world, self._replicas, group),
+            ranks,
+            Sides(usual, first.odd),
+            ops,
+            name=first.replica.name,
+            members=tuple(split.replica.name for split in group[1:]),
+            gap=difference(first.left.print, first.right.print),
+        )
+
+    def _writer(self, rank: int, value: int, step: int) -> Op | None:
+        if not step:
+            return None
+        index = int(self._replicas.contents(rank).maker[value])
+        return self.world.traces[rank].op(index) if index >= 0 else None
+
+    def _of_result(self, wrong: WrongResult) -> _Placed:
+        usual = tuple(rank for rank in wrong.meeting.members if rank not in wrong.ranks)
+        ranks = Sides(usual[0] if usual else wrong.ranks[0], wrong.ranks[0])
+        return self._of_parts(
+            of_wrong_result(wrong), wrong.meeting.members, ranks, Sides(usual, wrong.ranks), "op"
+        )
+
+    def _of_disagreement(self, found: Disagreement) -> _Placed:
+        odd = odd_ones(found)
+        usual = tuple(rank for rank in found.members if rank not in odd) or odd
+        traces = self.world.traces
+        died = next((rank for rank in found.absent if has_ended(traces[rank])), None)
+        cause = (
+            of_disagreement(self.world, found, odd) if died is None else of_end(self.world, died)
+        )
+        return self._of_parts(
+            cause, found.members, Sides(usual[0], odd[0]), Sides(usual, odd), "structure"
+        )
+
+    def _of_parts(
+        self,
+        cause: Cause,
+        members: Mapping[int, Collective],
+        ranks: Sides[int],
+        sides: Sides[tuple[int, ...]],
+        kind: DivergenceKind,
+    ) -> _Placed:
+        parts = Sides(members.get(ranks.left), members.get(ranks.right))
+        told = parts.left or parts.right
+        assert told is not None
+        divergence = _divergence(
+            kind,
+            cause,
+            sides,
+            op=told.op,
+            module=told.module,
+            source=told.source,
+            seq=Sides(
+                *(part.seq if part is not None else None for part in (parts.left, parts.right))
+            ),
+        )
+        return _Placed(divergence, self._order(told.rank, told.seq), ranks)
+
+    def _of_gather(self, finding: Finding) -> _Placed:
+        rank = finding.rank or 0
+        others = tuple(r for r in self.world.traces if r != rank)
+        divergence = _divergence(
+            "leaf",
+            finding.cause,
+            Sides(others, (rank,)),
+            op=None,
+            module=finding.module,
+            name=finding.name,
+            seq=Sides(None, finding.seq),
+        )
+        return _Placed(divergence, self._order(rank, finding.seq or 0), Sides(others[0], rank))
+
+    def _placed(
+        self,
+        kind: DivergenceKind,
+        cause: Cause,
+        ranks: Sides[int],
+        sides: Sides[tuple[int, ...]],
+        ops: Sides[Op | None],
+        *,
+        name: str,
+        members: tuple[str, ...],
+        gap: Difference,
+    ) -> _Placed:
+        op = ops.left or ops.right
+        divergence = _divergence(
+            kind,
+            cause,
+            sides,
+            op=op.name if op is not None else None,
+            module=op.call.path if op is not None else name.rpartition(".")[0],
+            source=str(op.source) if op is not None and op.source is not None else None,
+            outside=op is not None and op.call.id == 0,
+            name=name,
+            members=members,
+            seq=Sides(*(each.seq if each is not None else None for each in (ops.left, ops.right))),
+            gap=gap,
+        )
+        rank = ranks.left if ops.left is not None else ranks.right
+        order = self._order(rank, op.seq) if op is not None else (0, 0)
+        return _Placed(divergence, order, ranks)
+
+    def _order(self, rank: int, seq: int) -> tuple[int, int]:
+        """Where an op of a rank stands: the collectives before it order the ranks, its number the rest."""
+        return sum(each.seq < seq for each in self.world.collectives[rank]), seq
+
+
+def _divergence(
+    kind: DivergenceKind,
+    cause: Cause,
+    ranks: Sides[tuple[int, ...]],
+    *,
+    op: str | None,
+    module: str,
+    seq: Sides[int | None],
+    source: str | None = None,
+    outside: bool = False,
+    name: str | None = None,
+    members: tuple[str, ...] = (),
+    gap: Difference | None = None,
+) -> Divergence:
+    return Divergence(
+        kind=kind,
+        name=name,
+        op=op,
+        module=module,
+        call=0,
+        phase=None,
+        source=source,
+        seq=seq,
+        output=0 if kind == "op" else None,
+        inputs_match=None,
+        material=True,
+        relative_difference=gap.relative if gap is not None else None,
+        explained=None,
+        conditioning=None,
+        max_abs_difference=gap.max_abs if gap is not None else None,
+        ulp=gap.ulp if gap is not None else None,
+        nonfinite=Sides(gap.nonfinite.left, gap.nonfinite.right)
+        if gap is not None
+        else Sides(None, None),
+        kernel=Sides(None, None),
+        arguments=(),
+        final_relative_difference=None,
+        cause=cause,
+        members=members,
+        how=gap.how if gap is not None else None,
+        outside=outside,
+        ranks=ranks,
+    )
+
+
+def _environment(left: Trace, right: Trace) -> tuple[EnvironmentDifference, ...]:
+    """Settings that differ between the two ranks; seeds do so by right."""
+    found = environment_of(left.header, right.header)
+    return tuple(each for each in found if not each.name.startswith("seed."))
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
+    return ", ".join(names[:_NAMES]) + more
