@@ -41,6 +41,8 @@ def run(
     - Ops on complex tensors run with the keys that resolve conjugate views: under a mode an op that is made
       of others forgets them, and `torch.linalg.pinv` returns wrong numbers in silence.
     - Composite ops (seen whole under inference_mode) decompose with the program's keys: `linear` keeps `mm`.
+      Those that return views or write decompose with ADInplaceOrView instead (with all keys torch refuses them as
+      differentiable views): a bare mode makes `x.T` a tensor of its own, whose writes `x` does not count.
     - Foreach ops bump their tensors' version counters, else autograd returns a wrong gradient in silence.
     - c10d ops run with ADInplaceOrView, so that version counters move as they do without a mode.
     """
@@ -67,7 +69,8 @@ def _run(
     if plan.composite and keys is not None and torch.is_inference_mode_enabled():
         with _force_keys(*keys):  # type: ignore[misc]
             return plan.func(*args, **kwargs)
-    if plan.collective and _set_excluded is not None:
+    aliasing = plan.aliasing and torch.is_inference_mode_enabled()
+    if (plan.collective or aliasing) and _set_excluded is not None:
         with _set_excluded(torch._C.DispatchKey.ADInplaceOrView, False):
             return plan.call(*args, **kwargs)
     if not plan.lists_written:
@@ -117,7 +120,7 @@ def _wrapped(number: complex) -> torch.Tensor:
 
 def needs_repair(plan: Plan) -> bool:
     """Whether `run` does anything for this op, whatever its arguments, that a plain call does not."""
-    return plan.composite or plan.collective or plan.lists_written
+    return plan.composite or plan.aliasing or plan.collective or plan.lists_written
 
 
 def written_tensors(

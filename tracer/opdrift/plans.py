@@ -144,11 +144,13 @@ class Plan:
         async_index: Position of `async_op` in the schema, or None.
         lists_written: It writes into lists of tensors, whose version counters torch forgets under a mode.
         composite: It is made of other ops, so it must run with the program's own dispatch keys.
+        aliasing: It is made of other ops, and returns views or writes: those must be known to autograd as such.
         scalar: It returns a Python number.
         repair: It must run through `neutral.run`.
     """
 
     __slots__ = (
+        "aliasing",
         "asks",
         "async_index",
         "bumps",
@@ -190,6 +192,7 @@ class Plan:
         self.collective = self.waits = self.lists_written = self.composite = self.scalar = False
         self.async_index: int | None = None
         self.repair = self.overwrites = self.scatters = self.bumps = self.deferred = False
+        self.aliasing = False
         self.fills_own_slice = False
         self.reads = self.settled = True
         # c10d ops are TorchBindOpOverload, a subclass: an exact type test would lose their write table
@@ -227,7 +230,10 @@ class Plan:
             and not self.lists_written
             and not base.startswith(("_fused_", "_amp_"))
         )
-        self.composite = _is_composite(func, [*arguments, *schema.returns])
+        if _is_composite(func):
+            aliases = [a for a in (*arguments, *schema.returns) if a.alias_info is not None]
+            self.composite = not aliases
+            self.aliasing = bool(aliases) and not _is_known_to_autograd(func)
         self.scalar = bool(schema.returns) and all(
             str(r.type) in ("number", "Scalar", "bool", "int", "float") for r in schema.returns
         )
@@ -270,16 +276,16 @@ def _writes(name: str, arguments: Sequence[Any]) -> tuple[tuple[int | None, str]
     return declared + tuple(w for w in undeclared if w not in declared)
 
 
-def _is_composite(func: OpOverload, values: Sequence[Any]) -> bool:
-    """CompositeImplicitAutograd without aliases: under a mode it would decompose with other dispatch keys.
-
-    View ops are left out: under forced keys torch refuses them as differentiable views (notes: kernels 3.4).
-    """
-    if any(value.alias_info is not None for value in values):
-        return False
+def _is_composite(func: OpOverload) -> bool:
+    """CompositeImplicitAutograd: under a mode it would decompose with other dispatch keys."""
     if not torch._C._dispatch_has_kernel(func.name()):
         return False  # TorchScript's ops (prim::device) are none of the dispatcher's, which would raise
     return bool(func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
+
+
+def _is_known_to_autograd(func: OpOverload) -> bool:
+    """Whether autograd makes the op itself a view or a write, before the mode sees it; `narrow` and `chunk` are so."""
+    return bool(func.has_kernel_for_dispatch_key(torch._C.DispatchKey.ADInplaceOrView))
 
 
 def encode(value: Any) -> Any:
