@@ -35,6 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import opdrift
 from opdrift.fingerprint.engine import load_engine
+from opdrift.picks.observed import Observed
 
 
 class EmptyMode(TorchDispatchMode):
@@ -242,6 +243,7 @@ def _hashing(hash_fn: str, *, inputs: bool, **options: Any) -> Variant:
     return start
 
 
+_DEBUG_MODES = ("DebugMode, hashes (norm, outputs)", "DebugMode, everything")
 VARIANTS: dict[str, Variant] = {
     "empty dispatch mode": lambda _, __: EmptyMode(),
     "opdrift, metadata only": _without_contents,
@@ -252,13 +254,17 @@ VARIANTS: dict[str, Variant] = {
         "hash_tensor", inputs=True, record_nn_module=True, record_stack_trace=True, record_ids=True
     ),
 }
-#: Levels of our own options, each beside the default.
+#: Levels of our own options, each beside the default (both "auto"), and DebugMode with hashes beside them.
 LEVELS: dict[str, Variant] = {
     "opdrift": _ours(),
     "opdrift, integrity off": _ours(integrity="off"),
     "opdrift, integrity full": _ours(integrity="full"),
     "opdrift, kernels off": _ours(kernels="off"),
+    "opdrift, kernels full": _ours(kernels="full"),
+    "opdrift, both off": _ours(integrity="off", kernels="off"),
+    "opdrift, both full": _ours(integrity="full", kernels="full"),
     "opdrift, batch of the encoder's 8": _by_sample,
+    **{name: VARIANTS[name] for name in _DEBUG_MODES},
 }
 
 
@@ -304,6 +310,8 @@ def _check(path: Path) -> None:
     trace = opdrift.load(path)
     if trace.incomplete is not None or trace.footer is None or trace.footer.failures:
         raise SystemExit(f"the recording is not whole: {trace.incomplete or trace.footer}")
+    if refused := Observed(trace).refused:
+        raise SystemExit(f"kernels were not observed: {'; '.join(refused)}")
 
 
 def table(workload: Workload, plain: list[int], samples: dict[str, Samples]) -> str:
