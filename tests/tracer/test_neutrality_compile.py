@@ -112,8 +112,9 @@ def test_as_many_graphs_are_compiled_as_without_recording(
     assert footer.failures == ()
 
 
+@pytest.mark.parametrize("kernels", ["auto", "full"])
 def test_compiled_bits_and_gradients_stay_the_same(
-    counter: Any, unchanged: Callable[..., opdrift.Trace]
+    kernels: str, counter: Any, unchanged: Callable[..., opdrift.Trace]
 ):
     model = Net()
     step = torch.compile(model, backend="aot_eager")
@@ -124,7 +125,25 @@ def test_compiled_bits_and_gradients_stay_the_same(
         result.square().sum().backward()
         return result, [p.grad.clone() for p in model.parameters()]
 
-    unchanged(run, model=model)
+    unchanged(run, model=model, kernels=kernels)
+
+
+@pytest.mark.parametrize("net", [Net, Broken])
+def test_watching_kernels_compiles_as_many_graphs(
+    net: type[nn.Module], counter: Any, tmp_path: Path
+):
+    """The libraries are made verbose around each op, which no compiled frame may guard on."""
+    a = torch.randn(2, 4)
+    run = torch.compile(net(), backend=counter)
+    with opdrift.record(tmp_path / "first.trace", kernels="full"):
+        run(a)
+        graphs = counter.frame_count
+        run(a)
+    run(a)
+    with opdrift.record(tmp_path / "second.trace", kernels="full"):
+        run(a)
+
+    assert 0 < counter.frame_count == graphs
 
 
 def test_fullgraph_compiles_inside_the_trace(counter: Any, tmp_path: Path):

@@ -206,6 +206,36 @@ def test_ops_of_two_threads_at_once_are_ambiguous(verbose: Verbose, marks: list[
     assert [seq for seq, _ in marks[0]["ops"]] == [3]
 
 
+def test_calls_of_a_thread_that_is_not_recorded_end_the_watching(
+    verbose: Verbose, marks: list[Mapping[str, Any]], told: list[str]
+):
+    """An op that can call neither library was seen to: whose the calls of late were cannot be told."""
+    a = torch.ones(16, 16)
+    for seq, name in enumerate(("aten.mm.default", "aten.sqrt_.default", "aten.mm.default"), 1):
+        verbose.begin(seq, name)
+        torch.mm(a, a)
+        verbose.end(seq)
+    verbose.close()
+
+    (refused,) = marks
+    assert refused["refused"] == told[0]
+    assert told[0].startswith("another thread of the program calls oneDNN or MKL")
+    assert "(aten.sqrt_.default, which calls neither, was seen to)" in told[0]
+
+
+def test_a_sum_may_call_onednn(verbose: Verbose, marks: list[Mapping[str, Any]], told: list[str]):
+    """It does on tensors in oneDNN's own layout."""
+    a = torch.ones(16, 16).to_mkldnn()
+
+    verbose.begin(1, "aten.add.Tensor")
+    torch.add(a, a)
+    verbose.end(1)
+    verbose.close()
+
+    assert told == []
+    assert len(marks[0]["ops"]) == 1
+
+
 def test_ops_of_the_program_are_not_watched(tmp_path: Path):
     """Their kernels may be Python code that prints; nothing is said of what they call."""
     with torch.library._scoped_library("opdrift_verbose", "DEF") as library:

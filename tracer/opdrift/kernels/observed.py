@@ -75,6 +75,11 @@ class ObservedOps:
             if self._count:
                 self._write()
 
+    def forget(self) -> None:
+        """Drop what is not written yet: it cannot be trusted."""
+        with self._lock:
+            self._begin()
+
     def refuse(self, why: str) -> None:
         """Say in the trace that from here on nothing is observed, and why."""
         self.write()

@@ -24,6 +24,11 @@ from opdrift.neutral import silent
 _VARIABLES: Final = ("ONEDNN_VERBOSE", "DNNL_VERBOSE", "MKL_VERBOSE", "MKL_VERBOSE_OUTPUT_FILE")
 #: Ops of torch. Those of others may be Python code that prints, and what C code prints then would come too late.
 _TORCHS: Final = ("aten.", "mkldnn.", "mkldnn_prepacked.", "onednn.", "quantized.")
+#: Ops that call neither library, whatever their tensors: a line at one of these was printed by another thread.
+_SILENT: Final = frozenset(
+    """abs addcdiv addcmul arange cos detach div embedding eq exp expand gt index_select lerp log lt mean ne neg
+    pow rsqrt select sin slice sqrt sub sum unsqueeze where""".split()  # noqa: SIM905
+)
 #: torch's function that makes a library verbose -> the library.
 _SETTERS: Final = {"mkldnn_set_verbose": "oneDNN", "mkl_set_verbose": "MKL"}
 
@@ -68,7 +73,7 @@ class Verbose:
         self._stopped = stopped
         self._lock = threading.Lock()
         #: the ops that run now, and those of them that did not run alone
-        self._running: list[int] = []
+        self._running: dict[int, str] = {}
         self._together: set[int] = set()
         #: whether the libraries are verbose for us now
         self._is_on = False
@@ -101,7 +106,7 @@ class Verbose:
         """The op with this number and name runs next."""
         try:
             with self._lock:
-                self._running.append(seq)
+                self._running[seq] = name
                 if len(self._running) > 1:
                     self._together.update(self._running)
                 elif not self._theirs and not self._gave_up and name.startswith(_TORCHS):
@@ -113,29 +118,36 @@ class Verbose:
         """It has returned, or raised."""
         try:
             with self._lock:
-                if seq in self._running:
-                    self._running.remove(seq)
-                self._note(seq)
+                self._note(seq, self._running.pop(seq, ""))
         except Exception as error:
             self._give_up(error)
 
-    def _note(self, seq: int) -> None:
+    def _note(self, seq: int, name: str) -> None:
         alone = seq not in self._together
         self._together.discard(seq)
         if not self._is_on:
             return
         text = b"" if self._running else self._off()
         names, raw = self._calls(text) if text else ((), ())
-        if alone:
+        if alone and names and name[5:].partition(".")[0].rstrip("_") in _SILENT:
+            self._ops.forget()
+            self._stop(
+                "another thread of the program calls oneDNN or MKL, and whose calls are whose cannot be told"
+                f" ({name}, which calls neither, was seen to)"
+            )
+        elif alone:
             self._ops.add(seq, names, raw=raw)
         else:
             self._ops.add(seq, ambiguous=True)
 
     def _give_up(self, error: Exception) -> None:
-        self._gave_up = True
         if self._is_on:
             self._off()
-        why = f"opdrift failed at it: {error!r}"
+        self._stop(f"opdrift failed at it: {error!r}")
+
+    def _stop(self, why: str) -> None:
+        """Watch no more."""
+        self._gave_up = True
         self._ops.refuse(why)
         self._stopped(why)
 
