@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 #: Path segments that wrappers add; the model's own names do not have them.
-_WRAPPERS = frozenset({"_fsdp_wrapped_module", "_fpw_module"})
+_WRAPPERS = frozenset(
+    {"_fsdp_wrapped_module", "_fpw_module", "_checkpoint_wrapped_module", "_orig_mod"}
+)
 
 
 def join(*segments: str) -> str:

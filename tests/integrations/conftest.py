@@ -63,6 +63,9 @@ class FakeRecorder:
         raw = int.from_bytes(hashlib.sha256(content).digest()[:7], "little") if any(content) else 0
         return FakeDigest(raw, tensor.numel(), tensor.element_size())
 
+    def writes(self, tensor: torch.Tensor) -> int:
+        return tensor._version
+
     def clean_path(self, module: nn.Module) -> str | None:
         if self.model is None:
             return None

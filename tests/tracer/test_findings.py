@@ -179,63 +179,6 @@ def test_a_row_that_is_masked_everywhere_makes_a_nan():
     assert [place[3] for place in places(build.build())] == ["aten._softmax.default"]
 
 
-# ---- gathers -------------------------------------------------------------------------------------------
-
-
-def gather(build, rank, *, intact=True, segments=("a", "b"), **fields):
-    shard = {"raw": "ab"[rank], "n": 4, "code": 0}
-    build.mark(
-        "gather", library="fairscale", unit="layers.0", buffer="flat_param_0", nth=1, ranks=[0, 1], rank=rank, shard=shard,
-        parameters=["layers.0.fc.weight", "layers.0.fc.bias"],
-        segments=[{"raw": s, "n": 4, "code": 0} for s in segments], intact=intact, **fields,
-    )  # fmt: skip
-
-
-def test_a_gather_that_is_not_its_shard_is_a_finding():
-    """It names the parameter, how many elements, and that they are zeros."""
-    build = Builder()
-    gather(
-        build,
-        0,
-        intact=False,
-        mismatch=[{"parameter": "layers.0.fc.bias", "offset": 8, "numel": 4, "zeros": True}],
-    )
-
-    (found,) = findings([build.build()])
-
-    assert (found.kind, found.cause.slug, found.name, found.module) == (
-        "gather", "fsdp-gather", "layers.0.fc.bias", "layers.0",
-    )  # fmt: skip
-    assert (
-        "layers.0.fc.bias: 4 elements from 8 on are not the shard's, all zeros"
-        in found.cause.evidence
-    )
-
-
-def test_an_intact_gather_is_no_finding():
-    """Each rank's segment is what its owner held."""
-    ranks = []
-    for rank in (0, 1):
-        build = Builder(rank=rank)
-        gather(build, rank)
-        ranks.append(build.build())
-    assert places(*ranks) == []
-
-
-def test_segments_in_the_wrong_order_show_across_ranks():
-    """Rank 1's own half is right, the other half is not what rank 0 held."""
-    ranks = []
-    for rank, segments in ((0, "ab"), (1, "xb")):
-        build = Builder(rank=rank)
-        gather(build, rank, segments=segments)
-        ranks.append(build.build())
-    (found,) = findings(ranks)
-    assert (found.rank, found.cause.evidence[-1]) == (
-        1,
-        "the segment of rank 0 is not what rank 0 held",
-    )
-
-
 # ---- steps and order -----------------------------------------------------------------------------------
 
 

@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from opdrift.checkpoints import dropped
+from opdrift.gathers import gather_findings
 from opdrift.moves import moves
-from opdrift.records import READ_UNINITIALISED, Cause, Finding, Leaf, Mark, TensorArgument
+from opdrift.records import READ_UNINITIALISED, Cause, Finding, Leaf, TensorArgument
 from opdrift.steps import Steps
 from opdrift.tracefile.columns import Ints
 from opdrift.tracefile.fingerprints import Fingerprint
 from opdrift.tracefile.reader import Trace
 from opdrift.world.findings import world_findings
 
-#: Marks of integrations that say whether a content arrived as it was sent.
-_TRANSFERS: Final = frozenset({"gather", "use", "cast"})
 #: A chain of views is followed this often; each round doubles the length that is covered.
 _VIEW_ROUNDS: Final = 6
 
 
 def findings(traces: Iterable[Trace]) -> tuple[Finding, ...]:
-    """Everything that is wrong within each of the traces (one a rank), and between their gathers."""
+    """Everything that is wrong within each of the traces (one a rank), and between the ranks."""
     ranks = list(traces)
     found = [finding for trace in ranks for finding in _of_one(trace)]
-    found += _gathers_across(ranks)
+    found += gather_findings(ranks)
     found += world_findings(ranks)
     return tuple(sorted(found, key=lambda f: (f.seq or 0, f.rank or 0)))
 
@@ -37,7 +36,6 @@ def _of_one(trace: Trace) -> Iterator[Finding]:
     yield from _hidden_writes(trace, steps)
     yield from _uninitialised(trace, steps)
     yield from _nonfinite(trace, steps)
-    yield from _transfers(trace, steps)
     yield from moves(trace, steps.at)
     yield from dropped(trace, steps.at)
 
@@ -305,89 +303,3 @@ def _bad_leaf(trace: Trace, leaf: Leaf, number: int, steps: Steps) -> Finding:
         steps.at(leaf.seq),
         trace.header.rank,
     )
-
-
-# ---- gathers -------------------------------------------------------------------------------
-
-
-def _transfers(trace: Trace, steps: Steps) -> Iterator[Finding]:
-    for mark in trace.marks:
-        if mark.kind in _TRANSFERS and mark.fields.get("intact") is False:
-            yield _transfer(trace, mark, steps, _where(mark.fields))
-
-
-def _where(fields: Mapping[str, Any]) -> list[str]:
-    lines = []
-    for part in fields.get("mismatch") or ():
-        zeros = ", all zeros" if part.get("zeros") else ""
-        lines.append(
-            f"{part.get('parameter')}: {part.get('numel'):,} elements from {part.get('offset'):,} on are not the shard's{zeros}"
-        )
-    return lines
-
-
-def _transfer(trace: Trace, mark: Mark, steps: Steps, evidence: Sequence[str]) -> Finding:
-    fields = mark.fields
-    unit = fields.get("unit") or ""
-    what = {"use": "gather", "cast": "cast copy"}.get(mark.kind, mark.kind)
-    names = fields.get("parameters") or ()
-    named = ", ".join(map(str, names[:4])) + (
-        f" and {len(names) - 4} more" if len(names) > 4 else ""
-    )
-    first = next(
-        (p.get("parameter") for p in fields.get("mismatch") or ()), names[0] if names else None
-    )
-    said = [
-        f"{fields.get('library', 'a library')}, buffer {fields.get('buffer')}, {mark.kind} {fields.get('nth', '')}".rstrip()
-    ]
-    return Finding(
-        "gather",
-        Cause(
-            "fsdp-gather",
-            "certain",
-            f"a {what} in {unit or 'the root module'} does not hold what its source holds: {named}",
-            (*said, *evidence),
-            "The gathered copy is stale, torn or wrongly cast: free it before the shards change (reshard after"
-            " forward), and wait for the copy before it is used.",
-        ),
-        None if first is None else str(first),
-        None,
-        unit,
-        mark.seq,
-        steps.at(mark.seq),
-        trace.header.rank,
-    )
-
-
-def _gathers_across(traces: Sequence[Trace]) -> Iterator[Finding]:
-    """Segments that are not what their owner's shard was at the same gather."""
-    marks: dict[tuple[Any, ...], dict[int, tuple[Trace, Mark]]] = {}
-    for trace in traces:
-        for mark in trace.marks:
-            fields = mark.fields
-            if mark.kind == "gather" and isinstance(fields.get("segments"), list):
-                key = (
-                    str(fields.get("ranks")),
-                    fields.get("unit"),
-                    fields.get("buffer"),
-                    fields.get("nth"),
-                )
-                marks.setdefault(key, {})[fields.get("rank", 0)] = (trace, mark)
-    for group in marks.values():
-        for rank, (trace, mark) in group.items():
-            wrong = [
-                owner
-                for owner, segment in enumerate(mark.fields["segments"])
-                if owner != rank
-                and owner in group
-                and _differs(segment, group[owner][1].fields.get("shard"))
-            ]
-            if wrong:
-                lines = [
-                    f"the segment of rank {owner} is not what rank {owner} held" for owner in wrong
-                ]
-                yield _transfer(trace, mark, Steps(trace), lines)
-
-
-def _differs(one: Any, other: Any) -> bool:
-    return one is not None and other is not None and one != other

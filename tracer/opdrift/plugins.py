@@ -47,6 +47,9 @@ class RecorderLike(Protocol):
     def digest(self, tensor: Any) -> Digest | None:
         """The digest of a tensor's present content; None if it cannot be read now."""
 
+    def writes(self, tensor: Any) -> int:
+        """How often a tensor's storage is known to have been written; 0 if nothing is known of it."""
+
     def clean_path(self, module: Any) -> str | None:
         """The scope path of a module, wrapper segments stripped; None if the module is unknown."""
 

@@ -54,7 +54,7 @@ log = logging.getLogger("opdrift")
 
 _MAX_FAILURES: Final = 100
 _MAX_LOGGED: Final = 5
-_LEAF_KINDS: Final = ("parameter", "buffer", "input", "constant")
+_LEAF_KINDS: Final = ("parameter", "buffer", "input", "constant", "shard")
 
 
 @dataclass(frozen=True, slots=True)
@@ -461,7 +461,7 @@ class Recorder:
         Args:
             tensor: A strided tensor on any device; one whose memory is freed is named without content.
             name: The leaf's name.
-            kind: "parameter", "buffer", "input" or "constant".
+            kind: "parameter", "buffer", "input", "constant", or "shard" for this rank's part of a parameter.
 
         Raises:
             RecorderStateError: The recorder is not open.
@@ -492,13 +492,22 @@ class Recorder:
         with silent():
             if self._engine.can_fingerprint(tensor) is not None:
                 return None
-            if self._values.is_elsewhere(tensor):
-                row = self._devices.now(tensor)
-            else:
-                row = self._engine.fingerprint(tensor)
-            if row is None:
-                return None
-            return Digest(int(row["raw"]), int(row["n"]), int(row["code"]))
+            if not self._values.is_elsewhere(tensor):
+                return Digest(*self._engine.digest(tensor))
+            row = self._devices.now(tensor)
+            return None if row is None else Digest(int(row["raw"]), int(row["n"]), int(row["code"]))
+
+    def writes(self, tensor: torch.Tensor) -> int:
+        """How often a tensor's storage is known to have been written; 0 if nothing is known of it.
+
+        Raises:
+            RecorderStateError: The recorder is not open.
+            InvalidOptionError: It is no tensor.
+        """
+        self._must_be_open("writes")
+        check_tensor("writes", tensor)
+        found = self._values.value_of(tensor)
+        return 0 if found is None else found[0].writes
 
     def clean_path(self, module: Module) -> str | None:
         """The scope path of a module, wrapper segments stripped; None if the module is unknown.

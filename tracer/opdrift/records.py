@@ -35,7 +35,9 @@ MASK_GRAD: Final = 512  #: of an attention op, its mask requires grad; of an `ad
 COMPILED_REGION: Final = "compiled.region"
 
 Phase = Literal["forward", "backward"]
-LeafKind = Literal["parameter", "buffer", "input", "constant", "gradient", "output", "alive"]
+LeafKind = Literal[
+    "parameter", "buffer", "input", "constant", "shard", "gradient", "output", "alive"
+]
 LeafWhen = Literal["entry", "use", "changed", "generated", "gather", "return", "exit"]
 
 #: A non-tensor argument as recorded: JSON's types, or text for dtypes, devices, layouts, generators.

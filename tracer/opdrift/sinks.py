@@ -17,6 +17,7 @@ from opdrift.matches import alike, by_content, by_maker, made
 from opdrift.pairs import DIFFERENT, EQUAL, Compared
 from opdrift.records import Leaf, LeafKind
 from opdrift.samples import SampleContents
+from opdrift.shards import differently_sharded
 from opdrift.tracefile.columns import Ints
 
 #: How many writes of a storage are passed over on the way back to one that both runs made.
@@ -131,10 +132,12 @@ def _named(compared: Compared, left: LeafTable, right: LeafTable) -> list[Sink]:
         _kept(compared.left, left, everything=raised),
         _kept(compared.right, right, everything=raised),
     )
+    # a part of a parameter is not to be held against all of it
+    apart = differently_sharded(compared.left.trace, compared.right.trace)
     # per side, what need not be had once more
     known = held(compared.right, right), held(compared.left, left)
     for kind in kinds:
-        a, b = _by_name(left.outputs, kind), _by_name(right.outputs, kind)
+        a, b = _by_name(left.outputs, kind, apart), _by_name(right.outputs, kind, apart)
         rest: tuple[list[Leaf], list[Leaf]] = ([], [])
         for name in dict.fromkeys([*a, *b]):
             mine, theirs = a.get(name, []), b.get(name, [])
@@ -153,10 +156,10 @@ def _named(compared: Compared, left: LeafTable, right: LeafTable) -> list[Sink]:
     return found
 
 
-def _by_name(rows: Sequence[Leaf], kind: LeafKind) -> dict[str, list[Leaf]]:
+def _by_name(rows: Sequence[Leaf], kind: LeafKind, apart: frozenset[str]) -> dict[str, list[Leaf]]:
     found: dict[str, list[Leaf]] = defaultdict(list)
     for leaf in rows:
-        if leaf.kind == kind:
+        if leaf.kind == kind and (leaf.name not in apart or kind == "output"):
             found[leaf.name].append(leaf)
     return found
 

@@ -38,9 +38,11 @@ from torch.utils._pytree import tree_leaves
 
 from opdrift.plugins import Digest, RecorderLike
 from opdrift_integrations.digests import as_field, same
-from opdrift_integrations.fairscale.layout import Buffer, buffers
+from opdrift_integrations.fairscale.layout import buffers
+from opdrift_integrations.layouts import Buffer
 from opdrift_integrations.patching import watch
 from opdrift_integrations.paths import join
+from opdrift_integrations.tensors import between, dtype_name, is_readable, storage_id
 
 _log = logging.getLogger(__name__)
 
@@ -124,7 +126,7 @@ class Watcher:
                 "forward",
                 what="input",
                 shape=list(old.shape),
-                **_between(old, new),
+                **between(old, new),
             )
 
     def cast_buffers(self, unit: Any, *args: Any, **kwargs: Any) -> Observation:
@@ -162,7 +164,7 @@ class Watcher:
                 destination=as_field(destination),
                 lossless=lossless,
                 largest_change=largest,
-                **_between(old, new),
+                **between(old, new),
             )
 
     def rebuild(self, unit: Any, force_full_precision: bool = False) -> Observation:
@@ -188,17 +190,17 @@ class Watcher:
         for index, parameter in _chosen(unit, params):
             buffer = state.buffers[index]
             source, copy = parameter._fp32_shard, parameter._fp16_shard
-            self._storages[_storage(copy)] = (state.path, buffer.name)
+            self._storages[storage_id(copy)] = (state.path, buffer.name)
             with self._recorder.pause(), torch.no_grad():
                 before, after = self._recorder.digest(source), self._recorder.digest(copy)
                 intact = same(self._cast(source, copy.dtype), after)
             state.master[index], state.loaded[index] = before, after
             fields = {
-                **_layout(buffer),
+                **buffer.as_fields(),
                 "source": as_field(before),
                 "destination": as_field(after),
                 "intact": intact,
-                **_between(source, copy),
+                **between(source, copy),
             }
             if source.dtype != copy.dtype:
                 self._mark("cast", state.path, _phase(unit), what="shard", **fields)
@@ -216,7 +218,7 @@ class Watcher:
         for (module, _, name), view in zip(
             wrapper._param_infos, wrapper._fpw_module._unflattened_param_views, strict=True
         ):
-            if _readable(view):
+            if is_readable(view):
                 self._recorder.name_tensor(view, join(path, module, name), kind="parameter")
 
     def drop(self, unit: Any, params: Any = None) -> Observation:
@@ -240,10 +242,10 @@ class Watcher:
                 state.path,
                 _phase(unit),
                 direction="drop",
-                **_layout(state.buffers[index]),
-                source_dtype=_name(dtype),
+                **state.buffers[index].as_fields(),
+                source_dtype=dtype_name(dtype),
                 source_device=str(device),
-                destination_dtype=_name(parameter.dtype),
+                destination_dtype=dtype_name(parameter.dtype),
                 destination_device=str(parameter.device),
                 bytes=0,
                 destination=as_field(master),
@@ -252,7 +254,7 @@ class Watcher:
 
     def free(self, data: Any) -> Observation:
         """`free_storage_`: the storage is resized to nothing, which no op shows."""
-        owner = self._storages.pop(_storage(data), None)
+        owner = self._storages.pop(storage_id(data), None)
         if owner is None:
             return  # another recorder's, or a placeholder that was never filled
         before = data.untyped_storage().nbytes()
@@ -283,7 +285,7 @@ class Watcher:
     def _gathered(self, kind: str, unit: Any, state: _Unit, index: int, parameter: Any) -> None:
         buffer = state.buffers[index]
         content = parameter.data
-        if not _readable(content):
+        if not is_readable(content):
             return
         flat = content.reshape(-1)
         if state.path is not None and (kind == "gather" or not state.named):
@@ -291,9 +293,9 @@ class Watcher:
                 view = flat[part.offset : part.offset + part.size].view(part.shape)
                 self._recorder.name_tensor(view, name, kind="parameter")
         master = parameter._fp32_shard
-        if _storage(content) == _storage(master):
+        if storage_id(content) == storage_id(master):
             return  # one rank, nothing cast or moved: the parameters are the master itself
-        self._storages[_storage(content)] = (state.path, buffer.name)
+        self._storages[storage_id(content)] = (state.path, buffer.name)
         # The padding lies behind the view that fairscale trimmed.
         full = flat.as_strided((buffer.size,), (1,), 0)
         segments = [self._recorder.digest(segment) for segment in full.split(buffer.shard)]
@@ -310,11 +312,11 @@ class Watcher:
             state.path,
             _phase(unit),
             nth=state.counts[kind],
-            **_layout(buffer),
+            **buffer.as_fields(),
             ranks=_ranks(unit),
             rank=buffer.rank,
             bytes=full.numel() * full.element_size(),
-            dtype=_name(full.dtype),
+            dtype=dtype_name(full.dtype),
             device=str(full.device),
             padding=buffer.padding,
             shard=as_field(shard),
@@ -369,24 +371,6 @@ def _chosen(unit: Any, params: Any) -> list[tuple[int, Any]]:
     ]
 
 
-def _layout(buffer: Buffer) -> dict[str, Any]:
-    return {
-        "buffer": buffer.name,
-        "parameters": [[part.name, part.offset, list(part.shape)] for part in buffer.parts],
-        "tied": [list(pair) for pair in buffer.tied],
-    }
-
-
-def _between(source: Any, destination: Any) -> dict[str, Any]:
-    return {
-        "source_dtype": _name(source.dtype),
-        "destination_dtype": _name(destination.dtype),
-        "source_device": str(source.device),
-        "destination_device": str(destination.device),
-        "bytes": destination.numel() * destination.element_size(),
-    }
-
-
 def _ranks(unit: Any) -> list[int] | None:
     """Global ranks of the unit's group; None for a stand-in, or one that was destroyed since."""
     try:
@@ -397,18 +381,3 @@ def _ranks(unit: Any) -> list[int] | None:
 
 def _tensors(tree: Any) -> list[Any]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _storage(tensor: Any) -> int:
-    """Identity of a storage that stays the same when it is freed and filled again."""
-    return int(tensor.untyped_storage()._cdata)
-
-
-def _readable(tensor: Any) -> bool:
-    """False if the storage was freed: reading it would kill the process."""
-    needed = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
-    return bool(tensor.untyped_storage().nbytes() >= needed)

@@ -142,6 +142,6 @@ def _constant(print_: Fingerprint) -> bool:
 def _tied(side: Side) -> list[frozenset[str]]:
     by_value: dict[int, set[str]] = {}
     for leaf in side.leaves.starts:
-        if leaf.name and leaf.kind == "parameter" and leaf.when == "entry":
+        if leaf.name and leaf.kind == "parameter" and leaf.when in ("entry", "gather"):
             by_value.setdefault(leaf.value, set()).add(leaf.name)
     return [frozenset(names) for names in by_value.values() if len(names) > 1]

@@ -16,7 +16,13 @@ from opdrift.errors import InvalidOptionError
 from opdrift.fingerprint import compiled, numpy_fallback
 from opdrift.fingerprint.columns import by_core
 from opdrift.fingerprint.row import ROW, ROW_BYTES
-from opdrift.fingerprint.tensors import can_fingerprint, kinds_by_dtype, plain
+from opdrift.fingerprint.tensors import (
+    FIRST_FP8_KIND,
+    can_fingerprint,
+    kinds_by_dtype,
+    plain,
+)
+from opdrift.tfp1 import Code
 from opdrift.tracefile.writer import Columns, fingerprint_columns
 
 ENGINES: Final = ("avx512ifma", "avx512", "avx2", "baseline", "numpy")
@@ -60,6 +66,13 @@ class Engine:
     def can_fingerprint(self, tensor: Tensor) -> str | None:
         """Why the content cannot be read, or None; see `tensors.can_fingerprint`."""
         return can_fingerprint(tensor)
+
+    def digest(self, tensor: Tensor) -> tuple[int, int, int]:
+        """Hash, components and component code (`tfp1.Code`) of a tensor that `can_fingerprint` calls readable."""
+        ready = self.plain(tensor)
+        n, kind = ready.numel(), self.kinds[ready.dtype]
+        code = Code.FP8 if kind >= FIRST_FP8_KIND else kind
+        return self.raw(ready.data_ptr(), n, kind), n, int(code)
 
     def fingerprint(self, tensor: Tensor, value: int = 0) -> np.void:
         """The row of a tensor's content.

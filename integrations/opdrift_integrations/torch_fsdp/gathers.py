@@ -1,0 +1,429 @@
+"""Write down what FSDP1 and FSDP2 do to parameters, and check it against this rank's own shards.
+
+Both resize storages and switch pointers, which no dispatched op shows; `flat` and `groups` watch the calls
+that do it, and this module says what came of them. The words are those of the fairscale integration. All
+marks have `library` ("torch_fsdp"), `unit` (path of the module; null if the recorder does not know it),
+`phase` (forward, backward, or summon: the program asked for the parameters) and `step` (how many optimizer
+steps were done before). Those about parameters have `buffer`, `parameters` [[name, offset, shape]], `tied`
+[[name, owner]] and `layout`: "flat" where the parameters follow each other and shards cut them anywhere
+(FSDP1; offsets count from the start of the buffer), "each" where a shard holds its rank's padded part of each
+parameter (FSDP2; offsets count from the start of a shard).
+
+`gather`  The parameters of a unit were put together; `use`: they were still there. `nth`, `ranks` (of the
+          group), `rank` (this one's number in it), `bytes`, `dtype`, `device`, `padding` (elements), `shard`
+          (digest of this rank's own shard as cast), `own` [[number of the parameter or null, offset in it,
+          elements, hash]] (the pieces of that shard), `intact` (own shard and own segment are equal) and, where
+          they are not, `mismatch` [{parameter, offset, numel, zeros, found}]. A gather also has `segments`
+          (digest of each rank's part of what was gathered) and `wholes` (hash of each parameter, what the ranks
+          contributed end to end).
+`cast`    The shard was cast for computing: digests of `source` and `destination`, dtypes, `intact`.
+`move`    Offload: `direction` "load" copies the shard to the compute device (`blocking`, `intact`), "drop" goes
+          back to the shard in host memory, which was there all the time (a pointer is switched, 0 bytes).
+`reshard` What was gathered is given back: `intact` (it holds what was gathered, or its change went into the
+          shard), `changed` [{parameter, written_back, before, found}], `rebound` (parameters whose tensor in the module is no
+          part of what was gathered).
+`free`    The storage of what was gathered, or of a cast shard, was resized to nothing: `bytes`, `device`.
+`views`   FSDP1: the module's parameters were made anew as views, `what` "unsharded" or "sharded".
+`shard-changed`  A shard does not hold what it held when last seen, and no op that was recorded wrote it:
+          `mismatch` [{parameter, offset, numel, before, found}].
+`buffer-cast`  FSDP1: a buffer was cast for good; as of fairscale.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from opdrift.plugins import Digest, RecorderLike
+from opdrift_integrations.digests import as_field, end_to_end, raw_field, same
+from opdrift_integrations.layouts import Buffer
+from opdrift_integrations.tensors import between, dtype_name, is_readable, storage_id
+from opdrift_integrations.torch_fsdp.memory import Memory, Piece, pieces_of
+
+_log = logging.getLogger(__name__)
+
+LIBRARY = "torch_fsdp"
+
+Digests = list[Digest | None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What a shard held when it was last read: its storages, the writes they had seen, its pieces."""
+
+    storages: tuple[int, ...]
+    writes: tuple[int, ...]
+    pieces: Digests
+
+
+@dataclass(slots=True, eq=False)
+class Unit:
+    """What is known of one buffer of an FSDP unit.
+
+    Attributes:
+        path: Where the unit is in the model; None if the recorder does not know it.
+        buffer: Where the parameters lie in it.
+        offloaded: Its shard is kept in the host's memory.
+        blocking: Whether the copy of an offloaded shard is waited for.
+    """
+
+    path: str | None
+    buffer: Buffer
+    offloaded: bool = False
+    blocking: bool = True
+    pieces: tuple[Piece, ...] = ()
+    #: The pieces of this rank's shard.
+    mine: tuple[Piece, ...] = ()
+    #: Its shard has been named.
+    named: bool = False
+    nth: dict[str, int] = field(default_factory=dict)
+    memory: Memory | None = None
+    seen: _Seen | None = None
+    #: This rank's shard in the dtype that is gathered, per piece, and what it was cast from.
+    source: Digests = field(default_factory=list)
+    cast_from: Digests = field(default_factory=list)
+    cast_dtype: torch.dtype | None = None
+    #: Each parameter as it was gathered, and this rank's pieces.
+    wholes: Digests = field(default_factory=list)
+    arrived: Digests = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Cut the buffer."""
+        self.pieces = pieces_of(self.buffer)
+        self.mine = tuple(piece for piece in self.pieces if piece.owner == self.buffer.rank)
+
+
+class Follower:
+    """Follows the units of one recorder."""
+
+    def __init__(self, recorder: RecorderLike) -> None:
+        self.recorder = recorder
+        self.step = 0
+        self._thread = threading.get_ident()
+        self._failures: set[str] = set()
+
+    def is_mine(self, *, known: bool) -> bool:
+        """Whether this recorder is meant: its thread, or a unit that it knows (backward has its own)."""
+        return known or threading.get_ident() == self._thread
+
+    @contextlib.contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Ops inside are ours: not recorded, and without a graph."""
+        with self.recorder.pause(), torch.no_grad():
+            yield
+
+    def failed(self, error: Exception) -> None:
+        """Say once per kind of failure that something could not be observed."""
+        text = f"{type(error).__name__}: {error}"
+        if text in self._failures:
+            return
+        self._failures.add(text)
+        _log.warning(
+            "opdrift could not follow torch's FSDP here, the run goes on: %s", text, exc_info=error
+        )
+        self.recorder.mark("integration-failed", library=LIBRARY, error=text)
+
+    def lacks(self, what: str, missing: Sequence[str]) -> None:
+        """Say that this torch has not what one of its FSDPs is watched by."""
+        _log.warning(
+            "opdrift does not follow %s in this run: this torch (%s) has no %s. Ops are recorded as ever;"
+            " gathers are not checked.",
+            what,
+            torch.__version__,
+            ", ".join(missing),
+        )
+        for name in missing:
+            error = f"{name} is not there, {what} is not followed"
+            self.recorder.mark("integration-failed", library=LIBRARY, error=error, missing=name)
+
+    def mark(self, kind: str, unit: Unit, phase: str, **fields: Any) -> None:
+        """Write a mark about a unit's parameters."""
+        buffer = unit.buffer
+        self.recorder.mark(
+            kind,
+            library=LIBRARY,
+            unit=unit.path,
+            phase=phase,
+            step=self.step,
+            **buffer.as_fields(),
+            layout=buffer.layout,
+            **fields,
+        )
+
+    # ---- the shard ----------------------------------------------------------------------------------
+
+    def read_shard(self, unit: Unit, memory: Memory, dtype: torch.dtype, phase: str) -> None:
+        """Read this rank's shard where FSDP is about to use it, as it will be cast."""
+        with self.quiet():
+            if not unit.named and unit.path is not None:
+                self._name_shard(unit, memory)
+            held = self._look(unit, memory, phase)
+            if unit.cast_dtype is not dtype or not _alike(held, unit.cast_from):
+                unit.source = [self._cast(memory.own(piece), dtype) for piece in unit.mine]
+                unit.cast_from, unit.cast_dtype = held, dtype
+
+    def stepped(self, unit: Unit) -> None:
+        """An optimizer has made a step: learn what the shard holds now, so that a hidden write shows."""
+        seen, memory = unit.seen, unit.memory
+        if seen is None or memory is None or _writes(self.recorder, memory) == seen.writes:
+            return
+        with self.quiet():
+            unit.seen = self._see(unit, memory)
+
+    def _look(self, unit: Unit, memory: Memory, phase: str) -> Digests:
+        now, before = self._see(unit, memory), unit.seen
+        unit.seen, unit.memory = now, memory
+        untouched = before is not None and (before.storages, before.writes) == (
+            now.storages,
+            now.writes,
+        )
+        if before is None or not untouched:
+            return now.pieces
+        changed = [
+            {**_where(unit, piece), "before": as_field(old), "found": as_field(new)}
+            for piece, old, new in zip(unit.mine, before.pieces, now.pieces, strict=True)
+            if same(old, new) is False
+        ]
+        if changed:
+            self.mark("shard-changed", unit, phase, mismatch=changed)
+        return now.pieces
+
+    def _see(self, unit: Unit, memory: Memory) -> _Seen:
+        return _Seen(
+            tuple(storage_id(master) for master in memory.masters),
+            _writes(self.recorder, memory),
+            [self.recorder.digest(memory.own(piece)) for piece in unit.mine],
+        )
+
+    def _name_shard(self, unit: Unit, memory: Memory) -> None:
+        unit.named = True
+        for piece in unit.mine:
+            if piece.part is None:
+                continue
+            part = unit.buffer.parts[piece.part]
+            held = min(piece.size, part.size - piece.offset)
+            if held > 0:
+                content = memory.own(piece)[:held]
+                self.recorder.name_tensor(content, part.name, kind="shard")
+
+    def _cast(self, tensor: Any, dtype: torch.dtype) -> Digest | None:
+        """The digest that `tensor` has in another precision."""
+        return self.recorder.digest(tensor if tensor.dtype == dtype else tensor.to(dtype))
+
+    # ---- what was gathered --------------------------------------------------------------------------
+
+    def gathered(self, unit: Unit, memory: Memory, phase: str, ranks: Sequence[int] | None) -> None:
+        """The parameters were put together from what `read_shard` saw."""
+        unit.memory = memory
+        with self.quiet():
+            found = self._arrived(unit, memory)
+        segments = _joined_by(found, [piece.owner for piece in unit.pieces], unit.buffer.ranks)
+        checked = self._checked(unit, unit.arrived)
+        self._sent(unit, memory, phase, checked["intact"])
+        self._told(
+            "gather",
+            unit,
+            memory,
+            phase,
+            ranks,
+            segments=[as_field(segment) for segment in segments],
+            wholes=[None if whole is None else raw_field(whole) for whole in unit.wholes],
+            **checked,
+        )
+
+    def used(self, unit: Unit, memory: Memory, phase: str, ranks: Sequence[int] | None) -> None:
+        """The parameters were still there; `read_shard` has seen the shard as it is now."""
+        with self.quiet():
+            if not unit.wholes:  # gathered before this was recorded
+                self._arrived(unit, memory)
+            mine = [self.recorder.digest(memory.full(piece)) for piece in unit.mine]
+        self._told("use", unit, memory, phase, ranks, **self._checked(unit, mine))
+
+    def _arrived(self, unit: Unit, memory: Memory) -> Digests:
+        """Name what the model computes with, and learn what it is; the digest of each piece."""
+        if unit.path is not None:
+            self.name_parameters(unit, memory)
+        found = [self.recorder.digest(memory.full(piece)) for piece in unit.pieces]
+        parts = [piece.part for piece in unit.pieces]
+        unit.wholes = _joined_by(found, parts, len(unit.buffer.parts))
+        unit.arrived = [
+            digest
+            for piece, digest in zip(unit.pieces, found, strict=True)
+            if piece.owner == unit.buffer.rank
+        ]
+        return found
+
+    def name_parameters(self, unit: Unit, memory: Memory) -> None:
+        """Give what the model computes with the names that the model has for it."""
+        numbers = {part.name: number for number, part in enumerate(unit.buffer.parts)}
+        for name, part in unit.buffer.names():
+            content = memory.parameter(numbers[part.name])
+            self.recorder.name_tensor(content, name, kind="parameter")
+
+    def _checked(self, unit: Unit, found: Digests) -> dict[str, Any]:
+        """Whether this rank's segment is its shard, and the parameters where it is not."""
+        mismatch = [
+            {
+                **_where(unit, piece),
+                "zeros": there is not None and there.raw == 0,
+                "found": as_field(there),
+            }
+            for piece, sent, there in zip(unit.mine, unit.source, found, strict=True)
+            # what pads a flat parameter is never read
+            if piece.part is not None and same(sent, there) is False
+        ]
+        if mismatch:
+            return {"intact": False, "mismatch": mismatch}
+        known = all(d is not None for d in (*unit.source, *found))
+        return {"intact": True if known else None}
+
+    def _sent(self, unit: Unit, memory: Memory, phase: str, intact: bool | None) -> None:
+        """The cast, and under offload the move, that came before the gather."""
+        source, destination = memory.masters[0], memory.gathered[0]
+        fields = {
+            **between(source, destination),
+            "bytes": unit.buffer.shard * destination.element_size(),
+            "source": as_field(end_to_end(unit.cast_from)),
+            "destination": as_field(end_to_end(unit.source)),
+            # what arrived tells that it was sent right, not what went wrong on the way
+            "intact": intact or None,
+        }
+        if source.dtype != destination.dtype:
+            self.mark("cast", unit, phase, what="shard", **fields)
+        if unit.offloaded:
+            self.mark("move", unit, phase, direction="load", blocking=unit.blocking, **fields)
+
+    def _told(
+        self,
+        kind: str,
+        unit: Unit,
+        memory: Memory,
+        phase: str,
+        ranks: Sequence[int] | None,
+        **fields: Any,
+    ) -> None:
+        unit.nth[kind] = unit.nth.get(kind, 0) + 1
+        first = memory.gathered[0]
+        self.mark(
+            kind,
+            unit,
+            phase,
+            nth=unit.nth[kind],
+            ranks=None if ranks is None else list(ranks),
+            rank=unit.buffer.rank,
+            bytes=sum(each.numel() * each.element_size() for each in memory.gathered),
+            dtype=dtype_name(first.dtype),
+            device=str(first.device),
+            padding=unit.buffer.padding,
+            shard=as_field(end_to_end(unit.source)),
+            own=[
+                [piece.part, piece.offset, piece.size, raw_field(sent)]
+                for piece, sent in zip(unit.mine, unit.source, strict=True)
+                if sent is not None
+            ],
+            **fields,
+        )
+
+    # ---- giving it back -----------------------------------------------------------------------------
+
+    def released(self, unit: Unit, memory: Memory, phase: str, rebound: Sequence[str]) -> None:
+        """What was gathered is about to be given back: is it still what it was?"""
+        if not unit.wholes or not all(is_readable(each) for each in memory.gathered):
+            return  # gathered before this was recorded, or given back already
+        changed, lost = [], False
+        with self.quiet():
+            for number, (part, before) in enumerate(
+                zip(unit.buffer.parts, unit.wholes, strict=True)
+            ):
+                stretches = memory.stretches(number)
+                now = end_to_end([self.recorder.digest(each) for each in stretches])
+                if same(before, now) is not False:
+                    continue
+                written = self._written_back(unit, memory, number)
+                if written is None and phase == "summon":
+                    written = True  # this rank holds none of it; those that do can tell
+                lost = lost or not written
+                changed.append(
+                    {
+                        "parameter": part.name,
+                        "written_back": bool(written),
+                        "before": as_field(before),
+                        "found": as_field(now),
+                    }
+                )
+        first = memory.gathered[0]
+        fields: dict[str, Any] = {}
+        if changed:
+            fields["changed"] = changed
+        if rebound:
+            fields["rebound"] = list(rebound)
+        self.mark(
+            "reshard",
+            unit,
+            phase,
+            nth=unit.nth.get("gather", 0),
+            bytes=sum(each.numel() * each.element_size() for each in memory.gathered),
+            device=str(first.device),
+            intact=not lost and not rebound,
+            **fields,
+        )
+        if unit.offloaded:
+            moved = {**between(first, memory.masters[0]), "bytes": 0}
+            self.mark("move", unit, phase, direction="drop", **moved)
+
+    def _written_back(self, unit: Unit, memory: Memory, part: int) -> bool | None:
+        """Whether this rank's shard has the change of a parameter; None if it is in what other ranks hold."""
+        changed = [
+            (piece, now)
+            for piece, before in zip(unit.mine, unit.arrived, strict=True)
+            if piece.part == part
+            and same(before, now := self.recorder.digest(memory.full(piece))) is False
+        ]
+        if not changed:
+            return None
+        return all(same(self.recorder.digest(memory.own(piece)), now) for piece, now in changed)
+
+    def freed(self, unit: Unit, phase: str, bytes_: int, device: str, what: str) -> None:
+        """A storage was resized to nothing."""
+        if bytes_:
+            self.recorder.mark(
+                "free",
+                library=LIBRARY,
+                unit=unit.path,
+                phase=phase,
+                step=self.step,
+                buffer=unit.buffer.name,
+                what=what,
+                bytes=bytes_,
+                device=device,
+            )
+
+
+def _writes(recorder: RecorderLike, memory: Memory) -> tuple[int, ...]:
+    return tuple(recorder.writes(master) for master in memory.masters)
+
+
+def _where(unit: Unit, piece: Piece) -> dict[str, Any]:
+    name = None if piece.part is None else unit.buffer.parts[piece.part].name
+    return {"parameter": name, "offset": piece.offset, "numel": piece.size}
+
+
+def _joined_by(found: Digests, numbers: Sequence[int | None], count: int) -> Digests:
+    """What the pieces of each number from 0 to `count` are end to end; those of None are left out."""
+    grouped: list[Digests] = [[] for _ in range(count)]
+    for digest, number in zip(found, numbers, strict=True):
+        if number is not None:
+            grouped[number].append(digest)
+    return [end_to_end(digests) for digests in grouped]
+
+
+def _alike(one: Digests, other: Digests) -> bool:
+    return len(one) == len(other) and all(
+        same(a, b) is True for a, b in zip(one, other, strict=True)
+    )

@@ -1,0 +1,243 @@
+"""Watch FSDP2 (`fully_shard`), which shards each parameter by itself and gathers those of a group together.
+
+Hook points (torch 2.13): `torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py`, class `FSDPParamGroup`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from opdrift_integrations.layouts import Buffer, Part
+from opdrift_integrations.paths import join
+from opdrift_integrations.tensors import dtype_name, storage_id
+from opdrift_integrations.torch_fsdp.gathers import Follower, Unit
+from opdrift_integrations.torch_fsdp.memory import EachMemory
+
+Observation = Generator[None, Any, None]
+
+_MODULE: Final = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
+#: (module, class or "", name) of what is watched.
+HOOKS: Final = {
+    "unshard": (_MODULE, "FSDPParamGroup", "unshard"),
+    "wait": (_MODULE, "FSDPParamGroup", "wait_for_unshard"),
+    "pre_forward": (_MODULE, "FSDPParamGroup", "pre_forward"),
+    "pre_backward": (_MODULE, "FSDPParamGroup", "pre_backward"),
+    "reshard": (_MODULE, "FSDPParamGroup", "_to_sharded"),
+    "reshard_partly": (_MODULE, "FSDPParamGroup", "_to_sharded_post_forward"),
+}
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    """The buffers of one group: the parameters that are gathered in one dtype.
+
+    Attributes:
+        path: Where its module is in the model.
+        ranks: The ranks that gather together; `rank` is this one's number among them.
+        partly: It gathers what was kept after a forward, not the shards that the optimizer writes.
+        units: (what is known, the parameters) of each buffer.
+        gathering: The shards were read, and what was gathered from them has not been waited for.
+        fresh: It was gathered in the call that is running.
+    """
+
+    path: str | None
+    ranks: tuple[int, ...] | None
+    rank: int
+    partly: bool
+    units: list[tuple[Unit, list[Any]]] = field(default_factory=list)
+    gathering: bool = False
+    fresh: bool = False
+
+
+class GroupWatcher:
+    """The observers of FSDP2."""
+
+    def __init__(self, follower: Follower) -> None:
+        self._follower = follower
+        self._recorder = follower.recorder
+        self._groups: WeakKeyDictionary[Any, _Group] = WeakKeyDictionary()
+        #: The same and those for other ranks: after a forward, shards may be kept on fewer of them.
+        self._known: WeakKeyDictionary[Any, dict[Any, _Group]] = WeakKeyDictionary()
+
+    def units(self) -> list[Unit]:
+        """The units that were met."""
+        groups = [group for known in self._known.values() for group in known.values()]
+        return [unit for group in groups for unit, _ in group.units]
+
+    # ---- observers ----------------------------------------------------------------------------------
+
+    def unshard(self, group: Any, async_op: bool = False) -> Observation:
+        """`unshard`: the shards are copied, cast and sent."""
+        if group._all_gather_result is not None or group.is_unsharded:
+            return
+        state = self._state(group)
+        if state is None:
+            return
+        for unit, params in state.units:
+            dtype = params[0].param_dtype or params[0]._sharded_param_data.dtype
+            memory = self._memory(unit, params, sent=True)
+            self._follower.read_shard(unit, memory, dtype, _phase(group))
+        yield
+        state.gathering = group._all_gather_result is not None
+
+    def wait(self, group: Any) -> Observation:
+        """`wait_for_unshard`: what was gathered is copied to where the parameters are."""
+        state = self._groups.get(group)
+        if state is None or not state.gathering:
+            return
+        yield
+        state.gathering, state.fresh = False, True
+        for unit, params in state.units:
+            memory = self._memory(unit, params)
+            self._follower.gathered(unit, memory, _phase(group), state.ranks)
+
+    def pre_forward(self, group: Any, *args: Any, **kwargs: Any) -> Observation:
+        """`pre_forward`: the parameters are about to be used, gathered just now or still there."""
+        yield from self._using(group)
+
+    def pre_backward(self, group: Any, *args: Any, **kwargs: Any) -> Observation:
+        """`pre_backward`: as `pre_forward`."""
+        yield from self._using(group)
+
+    def reshard(self, group: Any) -> Observation:
+        """`_to_sharded`: the shards take the place of what was gathered."""
+        yield from self._releasing(group)
+
+    def reshard_partly(self, group: Any) -> Observation:
+        """`_to_sharded_post_forward`: shards over fewer ranks are kept for backward."""
+        yield from self._releasing(group)
+
+    # ---- what they share ----------------------------------------------------------------------------
+
+    def _state(self, group: Any) -> _Group | None:
+        """What is known of a group as it is sharded now; None for one of another thread's recorder."""
+        if not self._follower.is_mine(known=group in self._groups):
+            return None
+        path, (ranks, rank) = self._recorder.clean_path(group.modules[0]), _ranks(group)
+        known = self._known.setdefault(group, {})
+        if (path, ranks, rank) not in known:
+            partly = bool(group.is_sharded_post_forward)
+            known[path, ranks, rank] = state = _Group(path, ranks, rank, partly)
+            with self._follower.quiet():
+                state.units = self._cut(group, state)
+        self._groups[group] = known[path, ranks, rank]
+        return self._groups[group]
+
+    def _cut(self, group: Any, state: _Group) -> list[tuple[Unit, list[Any]]]:
+        by_dtype: dict[tuple[torch.dtype, torch.dtype], list[Any]] = {}
+        for param in group.fsdp_params:
+            if hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather"):
+                continue  # an extension sends something else than the shard: nothing can be held against it
+            kept = _shard_of(param).dtype
+            by_dtype.setdefault((kept, param.param_dtype or kept), []).append(param)
+        found = []
+        for (_, dtype), params in by_dtype.items():
+            suffix = f"[{dtype_name(dtype)}]" if len(by_dtype) > 1 else ""
+            buffer = self._buffer(params, f"{state.path or 'parameters'}{suffix}", state)
+            offloaded = bool(params[0].offload_to_cpu)
+            found.append((Unit(state.path, buffer, offloaded, blocking=False), params))
+        return found
+
+    def _buffer(self, params: Sequence[Any], name: str, state: _Group) -> Buffer:
+        parts, tied, offset = [], [], 0
+        for param in params:
+            info = param._module_info
+            own = self._name(info.module, info.param_name)
+            shape = tuple(param._orig_size)
+            parts.append(Part(own, offset, math.prod(shape), shape))
+            others = zip(info.shared_modules, info.shared_param_names, strict=True)
+            tied += [(self._name(module, name), own) for module, name in others]
+            offset += _shard_of(param).numel()
+        ranks = 1 if state.ranks is None else len(state.ranks)
+        return Buffer(name, tuple(parts), tuple(tied), offset, ranks, state.rank, "each")
+
+    def _name(self, module: Any, name: str) -> str:
+        return join(self._recorder.clean_path(module) or "", name)
+
+    def _using(self, group: Any) -> Observation:
+        state = self._groups.get(group)
+        if state is not None:
+            state.fresh = False
+        yield
+        state = self._groups.get(group) or self._state(group)
+        if state is None or state.fresh or state.partly or not group.is_unsharded:
+            return
+        for unit, params in state.units:
+            memory = self._memory(unit, params)
+            # the shards may have been written since; what they were sent as does not tell
+            self._follower.read_shard(unit, memory, memory.gathered[0].dtype, _phase(group))
+            self._follower.used(unit, memory, _phase(group), state.ranks)
+
+    def _releasing(self, group: Any) -> Observation:
+        state = self._groups.get(group)
+        if state is None or not group.is_unsharded:
+            return
+        before = []
+        for unit, params in state.units:
+            memory = self._memory(unit, params)
+            self._follower.released(unit, memory, _phase(group), _rebound(unit, params))
+            before.append(_held(memory))
+        yield
+        for (unit, params), held in zip(state.units, before, strict=True):
+            memory = self._memory(unit, params)
+            device = str(memory.gathered[0].device)
+            self._follower.freed(unit, _phase(group), held - _held(memory), device, "gathered")
+
+    def _memory(self, unit: Unit, params: Sequence[Any], *, sent: bool = False) -> EachMemory:
+        """The tensors of a buffer; `sent` says that it is about to be gathered, and nothing is there yet."""
+        with self._follower.quiet():
+            return EachMemory(
+                unit.buffer,
+                [_shard_of(param) for param in params],
+                [] if sent else [param.all_gather_outputs[0].detach() for param in params],
+                [] if sent else [param._unsharded_param for param in params],
+                [math.prod(param._orig_size[: param.fsdp_placement.dim]) for param in params],
+            )
+
+
+def _shard_of(param: Any) -> Any:
+    """This rank's shard, padded: of the whole group, or after a forward of a smaller one."""
+    if param.sharded_state.name == "SHARDED_POST_FORWARD":
+        return param._sharded_post_forward_param_data.detach().reshape(-1)
+    return param._sharded_param_data.detach().reshape(-1)
+
+
+def _held(memory: EachMemory) -> int:
+    return sum(each.untyped_storage().nbytes() for each in memory.gathered)
+
+
+def _rebound(unit: Unit, params: Sequence[Any]) -> list[str]:
+    """Parameters of the module that are no part of what was gathered any more."""
+    found = []
+    for part, param in zip(unit.buffer.parts, params, strict=True):
+        info = param._module_info
+        present = info.module._parameters.get(info.param_name)
+        if present is None:
+            continue
+        local = getattr(present, "_local_tensor", present)
+        if storage_id(local) != storage_id(param.all_gather_outputs[0]):
+            found.append(part.name)
+    return found
+
+
+def _phase(group: Any) -> str:
+    """forward, backward or summon."""
+    state = group._training_state.name
+    if "BACKWARD" in state:
+        return "backward"
+    return "forward" if state == "FORWARD" else "summon"
+
+
+def _ranks(group: Any) -> tuple[tuple[int, ...] | None, int]:
+    """Global ranks that gather together now, and this one's number among them."""
+    if not hasattr(group.mesh_info, "shard_process_group"):
+        return None, 0  # replicated: nothing is sharded
+    process_group = group._all_gather_process_group
+    return tuple(dist.get_process_group_ranks(process_group)), process_group.rank()

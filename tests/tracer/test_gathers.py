@@ -1,0 +1,300 @@
+"""Gathers, moves and reshards that are not what they should be, each with the nearest thing that is right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import opdrift
+from opdrift import tfp1
+from opdrift.findings import findings
+from opdrift.records import Finding
+from opdrift.testing import Builder
+from opdrift.tracefile.reader import Trace
+
+PARAMETERS = [["layers.0.fc.weight", 0, [8]], ["layers.0.fc.bias", 8, [4]]]
+
+
+def hashed(content: str) -> str:
+    """The hash of four elements that hold these letters."""
+    return f"{tfp1.raw_of(map(ord, content), 4):016x}"
+
+
+def digest(content: str) -> dict[str, Any]:
+    return {"raw": hashed(content), "n": len(content), "code": 0}
+
+
+def gather(build: Builder, rank: int = 0, *, kind: str = "gather", **fields: Any) -> None:
+    """A flat buffer of twelve elements over two ranks of six: `weight` is abcdefgh, `bias` ijkl."""
+    whole = fields.pop("whole", "abcdefghijkl")
+    shard = fields.pop("shard", ("abcdef", "ghijkl")[rank])
+    cuts = ((0, 0, 6),) if rank == 0 else ((0, 6, 2), (1, 0, 4))
+    own, start = [], 0
+    for part, offset, size in cuts:
+        own.append([part, offset, size, hashed(shard[start : start + size])])
+        start += size
+    build.mark(
+        kind,
+        **{
+            "library": "torch_fsdp",
+            "unit": "layers.0",
+            "buffer": "layers.0._flat_param",
+            "nth": 1,
+            "ranks": [0, 1],
+            "rank": rank,
+            "parameters": PARAMETERS,
+            "shard": digest(shard),
+            "own": own,
+            "segments": [digest(whole[:6]), digest(whole[6:])],
+            "wholes": [hashed(whole[:8]), hashed(whole[8:])],
+            "intact": True,
+            **fields,
+        },
+    )
+
+
+def mismatch(parameter: str, content: str, *, zeros: bool = False) -> dict[str, Any]:
+    return {"parameter": parameter, "offset": 0, "numel": 6, "zeros": zeros, "found": digest(content)}  # fmt: skip
+
+
+def ranks(*fields: dict[str, Any]) -> list[Trace]:
+    traces = []
+    for rank, each in enumerate(fields):
+        build = Builder(rank=rank)
+        gather(build, rank, **each)
+        traces.append(build.build())
+    return traces
+
+
+def only(*traces: Trace) -> Finding:
+    (found,) = findings(traces)
+    return found
+
+
+# ---- one rank --------------------------------------------------------------------------------------------
+
+
+def test_a_gather_that_is_not_its_shard_is_a_finding():
+    """It names the parameter, how many elements, and that they are zeros."""
+    build = Builder()
+    gather(build, intact=False, mismatch=[mismatch("layers.0.fc.weight", "\0" * 6, zeros=True)])
+
+    found = only(build.build())
+
+    assert (found.kind, found.cause.slug, found.name, found.module) == (
+        "gather", "fsdp-gather", "layers.0.fc.weight", "layers.0",
+    )  # fmt: skip
+    assert (
+        "layers.0.fc.weight: 6 elements from 0 on are not the shard's, all zeros"
+        in found.cause.evidence
+    )
+
+
+@pytest.mark.parametrize("kind", ["gather", "use", "cast", "move", "reshard"])
+@pytest.mark.parametrize("intact", [True, None])
+def test_what_is_intact_or_could_not_be_read_is_no_finding(kind, intact):
+    build = Builder()
+    gather(build, kind=kind, intact=intact)
+
+    assert findings([build.build()]) == ()
+
+
+def test_content_that_the_shard_held_before_is_stale():
+    """It was gathered from this shard, the shard was written since, and it is used once more."""
+    build = Builder()
+    gather(build)
+    build.mark("step", step=4)
+    gather(build, kind="use", shard="ABCDEF", intact=False, mismatch=[mismatch("layers.0.fc.weight", "abcdef")])  # fmt: skip
+
+    found = only(build.build())
+
+    assert "that is what this shard held at gather 1 (op 0)" in found.cause.evidence
+    assert found.cause.try_.startswith("Gather again after the shards change")
+
+
+def test_content_that_the_shard_holds_later_is_not_stale():
+    build = Builder()
+    gather(build, intact=False, mismatch=[mismatch("layers.0.fc.weight", "ABCDEF")])
+    build.op("relu", build.leaf("x", kind="input", content=np.ones(2, "<f4")))
+    gather(build, nth=2, shard="ABCDEF", whole="ABCDEFghijkl")
+
+    found = only(build.build())
+
+    assert not any("this shard held" in line for line in found.cause.evidence)
+
+
+def test_the_same_fault_again_and_again_is_told_once():
+    build = Builder()
+    for nth in (1, 2, 3):
+        gather(build, nth=nth, intact=False, mismatch=[mismatch("layers.0.fc.weight", "??????")])
+    gather(build, nth=4, intact=False, mismatch=[mismatch("layers.0.fc.bias", "??????")])
+
+    found = findings([build.build()])
+
+    assert [each.name for each in found] == ["layers.0.fc.weight", "layers.0.fc.bias"]
+    assert found[0].cause.evidence[-1].startswith("the same is wrong 2 times more")
+
+
+# ---- several ranks -----------------------------------------------------------------------------------------
+
+
+def test_segments_that_are_their_owners_shards_are_no_finding():
+    assert findings(ranks({}, {})) == ()
+
+
+def test_another_rank_s_segment_is_held_against_its_shard():
+    """Rank 1's own half is right, the other half is not what rank 0 held; only one parameter is in it."""
+    found = only(*ranks({}, {"whole": "xbcdefghijkl"}))
+
+    assert (found.rank, found.name) == (1, "layers.0.fc.weight")
+    assert found.cause.evidence[-1] == "the segment of rank 0 is not what rank 0 held"
+
+
+def test_segments_in_the_wrong_order_are_told_as_that():
+    """Rank 0 sees its own half at the wrong place, and rank 1's in place of it."""
+    fault = {"whole": "ghijklabcdef", "intact": False, "mismatch": [mismatch("layers.0.fc.weight", "ghijkl")]}  # fmt: skip
+
+    found = only(*ranks(fault, {}))
+
+    assert found.rank == 0
+    assert "it is rank 0's shard" in found.cause.evidence
+
+
+def test_what_differs_in_padding_alone_is_no_finding():
+    """The segment differs, and all parameters are as the ranks had them."""
+    fault = {"segments": [digest("abcdef"), digest("ghijkx")]}
+
+    assert findings(ranks(fault, {})) == ()
+
+
+def test_other_gathers_are_not_held_against_each_other():
+    """The second gather of one rank is not the first of the other."""
+    assert findings(ranks({"nth": 2}, {"whole": "xbcdefghijkl"})) == ()
+
+
+def test_marks_of_a_library_that_tells_less_are_compared_too():
+    """fairscale's have no `own` and no `wholes`: what is wrong is told with all parameters of the buffer."""
+    less = {"own": None, "wholes": None}
+
+    found = only(*ranks(less, {**less, "whole": "xbcdefghijkl"}))
+
+    assert (found.rank, found.name) == (1, "layers.0.fc.weight")
+
+
+# ---- giving back ---------------------------------------------------------------------------------------------
+
+
+def given_back(*, write: bool, **changed: Any) -> Trace:
+    """A parameter that is gathered, perhaps written, and given back."""
+    build = Builder()
+    content = np.arange(8, dtype="<f4")
+    weight = build.op("_allgather_base_", build.op("empty", shape=(8,)), content=content)
+    build.name(weight, "layers.0.fc.weight", when="gather")
+    gather(build)
+    if write:
+        with build.scope("layers.0"):
+            build.op("clamp_", weight, content=content.clip(0, 1))
+    change = {"parameter": "layers.0.fc.weight", "written_back": False, **changed}
+    gather(build, kind="reshard", intact=bool(change["written_back"]), changed=[change])
+    return build.build()
+
+
+def test_a_change_that_is_thrown_away_names_the_op_that_made_it():
+    found = only(given_back(write=True))
+
+    assert (found.name, found.op, found.cause.slug) == (
+        "layers.0.fc.weight", "aten.clamp_.default", "fsdp-gather",
+    )  # fmt: skip
+
+
+def test_a_change_that_no_op_made_is_a_race_and_its_place_is_found():
+    """One element of eight differs; the digests give it away."""
+    found = only(given_back(write=False, before=digest("abcdefgh"), found=digest("abcxefgh")))
+
+    assert (found.cause.slug, found.cause.confidence) == ("race", "likely")
+    assert "one element differs: 3 of the parameter" in found.cause.evidence
+
+
+def test_a_change_that_went_into_the_shard_is_no_finding():
+    """summon_full_params(writeback=True) does that."""
+    assert findings([given_back(write=True, written_back=True)]) == ()
+
+
+def test_a_parameter_that_was_exchanged_is_told_once():
+    build = Builder()
+    for _ in range(2):
+        gather(build, kind="reshard", intact=False, rebound=["layers.0.fc.bias"])
+
+    assert only(build.build()).name == "layers.0.fc.bias"
+
+
+# ---- shards ----------------------------------------------------------------------------------------------------
+
+
+def test_a_shard_that_changed_with_no_op_is_a_hidden_write():
+    build = Builder()
+    change = {"parameter": "layers.0.fc.weight", "offset": 2, "numel": 4, "before": digest("abcd"), "found": digest("abce")}  # fmt: skip
+    gather(build, kind="shard-changed", mismatch=[change])
+
+    found = only(build.build())
+
+    assert (found.kind, found.name, found.cause.slug) == (
+        "hidden-write", "layers.0.fc.weight", "race",
+    )  # fmt: skip
+    assert "one element differs: 5 of the parameter" in found.cause.evidence
+
+
+def shard_made_by(rank: int, op: str) -> Trace:
+    """This rank's part of a parameter: a copy of a checkpoint's, or drawn."""
+    build = Builder(rank=rank)
+    content = np.arange(4, dtype="<f4")
+    if op == "clone":
+        value = build.op(op, build.leaf("checkpoint", kind="input", content=content))
+    else:
+        value = build.op(op, build.op("empty", shape=(4,)), content=content)
+    build.name(value, "fc.weight", kind="shard", when="gather")
+    return build.build()
+
+
+def test_a_rank_that_never_loaded_is_told_with_its_parameters():
+    found = only(shard_made_by(0, "clone"), shard_made_by(1, "normal_"))
+
+    assert (found.kind, found.rank, found.name, found.cause.slug) == (
+        "weights", 1, "fc.weight", "weights",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("op", ["clone", "normal_"])
+def test_ranks_that_all_loaded_or_all_drew_are_no_finding(op):
+    assert findings([shard_made_by(0, op), shard_made_by(1, op)]) == ()
+
+
+# ---- against a run that is not sharded ---------------------------------------------------------------------------
+
+
+def trained(*, sharded: bool, same: bool = True) -> Trace:
+    """A forward with a weight, and what training left of it: all of it, or this rank's half."""
+    build = Builder()
+    x = build.leaf("x", kind="input", content=np.ones((2, 4), "<f4"))
+    weight = build.leaf("fc.weight", when="gather" if sharded else "entry", content=np.eye(4, dtype="<f4"))  # fmt: skip
+    if sharded:
+        gather(build, parameters=[["fc.weight", 0, [4, 4]]], own=None, wholes=None)
+    with build.scope("fc"):
+        y = build.op("mm", x, weight, content=np.full((2, 4), 1.0 if same else 2.0, "<f4"))
+    build.output(y)
+    left = build.leaf("fc.weight", when="exit", content=np.ones((2 if sharded else 4, 4), "<f4"))
+    build.name(left, "fc.weight", kind="gradient", when="exit")
+    return build.build()
+
+
+def test_a_part_of_a_parameter_is_not_held_against_all_of_it():
+    assert opdrift.diff(trained(sharded=False), trained(sharded=True)).verdict == "identical"
+
+
+def test_parts_are_held_against_parts():
+    """Two runs that are sharded alike are compared to their end, as ever."""
+    one, other = trained(sharded=True), trained(sharded=True, same=False)
+
+    assert opdrift.diff(one, other).verdict == "diverged"
