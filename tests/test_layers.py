@@ -32,9 +32,13 @@ LAYERS: tuple[tuple[int, str, str], ...] = (
     (
         3,
         READING,
-        "bounds case compare extracalls flow leaves matches modelsettings orders pairs parts picks provenance samples settings shards sinks steps",
+        "bounds case compare extracalls flow leaves matches modelsettings orders pairs parts picks provenance samples settings shards sinks steps timeline",
     ),
-    (4, READING, "causes checkpoints findings foreign gathers moves origins receivers sizes world"),
+    (
+        4,
+        READING,
+        "causes checkpoints findings foreign gathers moves origins overwritten receivers sizes world",
+    ),
     (5, READING, "diagnose"),
     (6, READING, "render testing"),
     (7, READING, "__main__ commands"),

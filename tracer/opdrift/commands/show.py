@@ -121,6 +121,13 @@ def _findings(path: Path, trace: Trace) -> Sequence[Finding]:
     return findings([load(folder) for folder in ranks.values()] if ranks else [trace])
 
 
+def _others(path: Path, trace: Trace) -> Sequence[Trace]:
+    """The other ranks of a distributed trace."""
+    from opdrift.tracefile.opening import load, rank_folders
+
+    return [load(folder) for folder in rank_folders(path).values() if folder != trace.path]
+
+
 def _json(
     trace: Trace, ops: Sequence[int], leaves: Sequence[Leaf], options: argparse.Namespace
 ) -> int:
@@ -131,7 +138,15 @@ def _json(
         emit_all(trace_json.render(trace, (), (), found, marks=()))
     else:
         emit_all(
-            trace_json.render(trace, ops, leaves, found, marks=trace.marks, kernels=options.kernels)
+            trace_json.render(
+                trace,
+                ops,
+                leaves,
+                found,
+                marks=trace.marks,
+                kernels=options.kernels,
+                timelines=options.leaf is not None,
+            )
         )
     return _status(found, options)
 
@@ -156,7 +171,7 @@ def _text(
     elif options.scope is not None:
         emit(trace_text.op_table(trace, ops, screen))
     if options.leaf is not None:
-        emit(leaf_text.leaf_report(trace, leaves, screen))
+        emit(leaf_text.leaf_report(trace, leaves, screen, others=_others(options.trace, trace)))
     if not (options.op is not None or options.scope or options.leaf or options.kernels):
         emit(trace_text.overview(trace, _findings(options.trace, trace), screen))
     return ExitCode.SAME

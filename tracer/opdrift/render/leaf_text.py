@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from opdrift.provenance import Lineage, Provenance
 from opdrift.records import Leaf
 from opdrift.render.page import Page, Screen
+from opdrift.render.timeline_text import timeline
 from opdrift.render.trace_text import content
 from opdrift.render.words import count, name, plural, readable
+from opdrift.timeline import Timelines
 from opdrift.tracefile.reader import Trace
 
 
-def leaf_report(trace: Trace, leaves: Sequence[Leaf], screen: Screen) -> str:
-    """Each leaf's content over time, and where it came from."""
+def leaf_report(
+    trace: Trace, leaves: Sequence[Leaf], screen: Screen, *, others: Sequence[Trace] = ()
+) -> str:
+    """Each leaf's contents, where they came from, and what became of it over the run.
+
+    Args:
+        trace: The trace.
+        leaves: The rows of the leaves to show.
+        screen: Where it will be read.
+        others: The traces of the other ranks of the run.
+    """
     page = Page(screen)
     lineage = Lineage(trace)
+    lines = Timelines(trace)
     by_name: dict[tuple[str, str], list[Leaf]] = {}
     for leaf in leaves:
         by_name.setdefault((leaf.name, leaf.kind), []).append(leaf)
@@ -27,7 +39,37 @@ def leaf_report(trace: Trace, leaves: Sequence[Leaf], screen: Screen) -> str:
         page.line(f"{title}  {kind} {trace.meta(seen[0].value)}", "strong", hang=2)
         page.field("content", [_sighting(trace, leaf) for leaf in seen])
         page.field("made", _origins(lineage, seen))
+        if kind in ("parameter", "buffer"):
+            if others:
+                page.field("ranks", [_between_ranks([trace, *others], leaf_name)])
+            timeline(page, lines.of(leaf_name, seen))
     return page.render()
+
+
+def _between_ranks(traces: Sequence[Trace], leaf_name: str) -> str:
+    """Whether all ranks hold the same, when they first and when they last see it."""
+    ends: list[dict[int, tuple[int, int, int]]] = [{}, {}]
+    for trace in traces:
+        rows = [leaf for leaf in trace.leaves if leaf.name == leaf_name and leaf.kind in _HELD]
+        for found, leaf in zip(ends, (rows[:1], rows[-1:]), strict=True):
+            fingerprint = trace.fingerprint(leaf[0].value) if leaf else None
+            if fingerprint is not None:
+                found[trace.header.rank or 0] = fingerprint.key
+    said = [
+        f"{when} {_same_on(keys)}"
+        for when, keys in zip(("at first", "at last"), ends, strict=True)
+        if len(keys) > 1
+    ]
+    return "; ".join(said) or "not known on two of them"
+
+
+def _same_on(keys: Mapping[int, tuple[int, int, int]]) -> str:
+    if len(set(keys.values())) == 1:
+        return f"equal on {', '.join(map(str, keys))}"
+    groups: dict[tuple[int, int, int], list[str]] = {}
+    for rank, key in keys.items():
+        groups.setdefault(key, []).append(str(rank))
+    return f"different: {' | '.join(', '.join(group) for group in groups.values())}"
 
 
 def _origins(lineage: Lineage, seen: Sequence[Leaf]) -> list[str]:
@@ -40,6 +82,7 @@ def _origins(lineage: Lineage, seen: Sequence[Leaf]) -> list[str]:
     return lines
 
 
+_HELD: Final = ("parameter", "buffer")
 _UNWRITTEN: Final = {
     "leaf": "was there before the recording, and no recorded op wrote it",
     "hidden": "changed, and no recorded op wrote it",

@@ -31,6 +31,8 @@ from opdrift.records import (
 from opdrift.render.json import finding_object, pick_object, safe
 from opdrift.render.kernels import group_object, kernel_groups
 from opdrift.render.regions import compiled_object
+from opdrift.render.timeline_text import event_object
+from opdrift.timeline import Timelines
 from opdrift.tracefile.fingerprints import FingerprintColumns
 from opdrift.tracefile.reader import Trace
 
@@ -57,6 +59,7 @@ def render(
     *,
     marks: Sequence[Mark],
     kernels: bool = False,
+    timelines: bool = False,
 ) -> Iterator[str]:
     """The document in pieces, one record a line, so that a long trace needs no memory.
 
@@ -67,6 +70,7 @@ def render(
         findings: What `opdrift.findings` found.
         marks: The marks to list.
         kernels: Whether ops get the field `kernel`, and the document `kernels`, by module with counts.
+        timelines: Whether the document gets `timeline`: what became of each parameter and buffer among `leaves`.
     """
     picks = Picks(trace).among(ops) if kernels else None
     yield f'{{"schema": "{TRACE_SCHEMA}",\n"header": {_dump(header_object(trace))},\n'
@@ -78,8 +82,21 @@ def render(
     if compiled is not None:
         yield f'"compiled": {_dump(compiled)},\n'
     yield from _list("leaves", (leaf_object(trace, leaf) for leaf in leaves))
+    if timelines:
+        yield from _list("timeline", _timelines(trace, leaves))
     yield from _list("findings", (finding_object(f) for f in findings), last=True)
     yield "}\n"
+
+
+def _timelines(trace: Trace, leaves: Sequence[Leaf]) -> Iterator[dict[str, Any]]:
+    lines = Timelines(trace)
+    by_name: dict[tuple[str, str], list[Leaf]] = {}
+    for leaf in leaves:
+        if leaf.kind in ("parameter", "buffer"):
+            by_name.setdefault((leaf.name, leaf.kind), []).append(leaf)
+    for (name, kind), rows in by_name.items():
+        events = [event_object(event) for event in lines.of(name, rows)]
+        yield {"name": name, "kind": kind, "events": events}
 
 
 def _dump(data: object) -> str:

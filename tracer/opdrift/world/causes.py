@@ -12,6 +12,7 @@ from opdrift.provenance import Lineage, Provenance
 from opdrift.records import Cause, Op
 from opdrift.tracefile.reader import Trace
 from opdrift.world.collectives import Collective, Disagreement, World
+from opdrift.world.loads import LoadedDifferently
 from opdrift.world.replicas import Replicas, Split
 from opdrift.world.results import WrongResult
 
@@ -152,6 +153,26 @@ def of_wrong_result(wrong: WrongResult) -> Cause:
         "Look for something that writes into the tensors of this collective while it runs: an asynchronous call that is"
         ' not waited for, another stream or thread, a tensor that is reused. Record once more with integrity="full";'
         " if it persists, suspect the communication library.",
+    )
+
+
+def of_loads(found: Sequence[LoadedDifferently]) -> Cause:
+    """Parameters that one rank loaded and another one drew."""
+    first = found[0]
+    names = [each.name for each in found]
+    said = ", ".join(names[:_NAMES]) + (
+        f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
+    )
+    word = "were" if len(names) > 1 else "was"
+    return Cause(
+        "weights",
+        "certain",
+        f"{said} {word} loaded on rank {first.loaded} and never on rank {first.drawn}",
+        (
+            f"on rank {first.loaded}, {first.name} {_made(first.how.left)}",
+            f"on rank {first.drawn}, {first.name} {_made(first.how.right)}",
+        ),
+        "Load the checkpoint on every rank before the model is sharded, or broadcast it from the rank that did.",
     )
 
 

@@ -11,10 +11,12 @@ from opdrift.world.causes import (
     has_ended,
     of_disagreement,
     of_end,
+    of_loads,
     of_split,
     of_wrong_result,
 )
 from opdrift.world.collectives import Collective, Disagreement, World
+from opdrift.world.loads import loaded_differently
 from opdrift.world.replicas import Replicas, Split
 from opdrift.world.results import WrongResult, minority, wrong_results
 
@@ -43,6 +45,13 @@ def world_findings(traces: Sequence[Trace]) -> Iterator[Finding]:
     ]
     for group in grouped(splits):
         yield _split(world, replicas, group)
+    told = {split.replica.name for split in splits}
+    differently = [found for found in loaded_differently(world) if found.name not in told]
+    if differently:
+        trace = world.traces[differently[0].drawn]
+        name = differently[0].name
+        cause = of_loads(differently)
+        yield _finding("replica", cause, trace, seq=None, name=name, module=name.rpartition(".")[0])
 
 
 def _died_in(world: World, rank: int) -> bool:

@@ -12,6 +12,7 @@ import numpy as np
 from opdrift.contents import Contents
 from opdrift.provenance.ops import COPIES, operator
 from opdrift.records import Leaf
+from opdrift.shards import sharding
 from opdrift.tracefile.fingerprints import Fingerprint
 from opdrift.tracefile.reader import Trace
 from opdrift.world.collectives import World
@@ -22,8 +23,6 @@ _WALK: Final = 64
 #: A model is taken to be a replica where parameters with this share of all elements are equal on all ranks.
 #: Of a model that is split over ranks only norms and biases are, which are few.
 _MOSTLY: Final = 0.9
-#: Marks whose `parameters` are held in parts by each rank.
-_GATHERS: Final = frozenset({"gather", "use"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,13 +256,8 @@ def _collective_behind(
 
 def sharded(trace: Trace) -> frozenset[str]:
     """Names of leaves of which each rank holds a part: the recorder says so of tensors, integrations of gathers."""
-    found: set[str] = set()
-    for mark in trace.marks:
-        if mark.kind == "model":
-            found.update(mark.fields.get("sharded") or ())
-        elif mark.kind in _GATHERS:
-            found.update(str(part[0]) for part in mark.fields.get("parameters") or () if part)
-    return frozenset(found)
+    told = (mark.fields.get("sharded") or () for mark in trace.marks if mark.kind == "model")
+    return frozenset(sharding(trace)).union(*told)
 
 
 def _entries(trace: Trace) -> dict[str, Leaf]:
