@@ -255,6 +255,15 @@ class TestDiff:
         assert "left called matmul brg_matmul:avx512_core_bf16, 64x64:64x64" in evidence(found)
         assert "right called matmul brg_matmul:avx512_core_amx, 64x64:64x64" in evidence(found)
 
+    def test_within_rounding_the_advice_pins_the_instruction_set(self):
+        left = build("mm", "bfloat16", [BRG])
+        right = build("mm", "bfloat16", [AMX], change="~")
+
+        found = opdrift.diff(left, right)
+
+        assert found.first is not None
+        assert "ONEDNN_MAX_CPU_ISA=AVX2 in the environment of both" in found.first.cause.try_
+
     def test_within_rounding_it_is_said_beside_rounding(self):
         left = build("mm", "bfloat16", [BRG])
         right = build("mm", "bfloat16", [AMX], change="~")

@@ -34,6 +34,10 @@ _PIN_DEVICE: Final = (
 )
 #: Calls of a side that are quoted.
 _CALLS: Final = 4
+_PIN_INSIDE_ONEDNN: Final = (
+    "oneDNN chooses by sizes, dtype and instruction set: run both sides with the same batch size, and with"
+    " ONEDNN_MAX_CPU_ISA=AVX2 in the environment of both"
+)
 _SAME_SIZE: Final = (
     "Run both sides with the same batch size: which routine multiplies follows from the sizes"
 )
@@ -225,4 +229,6 @@ def _pin(left: Pick, right: Pick) -> str:
         return _PIN_ATTENTION
     if any(p.source == "profiler" for p in both):
         return _PIN_DEVICE
-    return _PIN_ONEDNN if left.library != right.library else _SAME_SIZE
+    if left.library != right.library:
+        return _PIN_ONEDNN
+    return _PIN_INSIDE_ONEDNN if left.library == "oneDNN" else _SAME_SIZE

@@ -58,7 +58,10 @@ class ObservedOps:
             if self._count == 0:
                 self._first = self._last = seq
                 self._due = now() + _AGE_NS
-            self._first, self._last = min(seq, self._first), max(seq, self._last)
+            elif seq > self._last:
+                self._last = seq
+            elif seq < self._first:
+                self._first = seq
             self._count += 1
             if names:
                 known = self._names
