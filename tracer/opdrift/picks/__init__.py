@@ -151,7 +151,8 @@ class Picks:
         """Op index -> what ran, where it is known; an attention of several ops at its first."""
         asked = set(ops)
         found = {}
-        for region in self.regions if self._near_softmax(asked) else ():
+        near = {int(self._trace.ops.call[i]) for i in asked}
+        for region in attention_regions(self._trace, self._flow, calls=near):
             if region.ops[0] in asked:
                 found[region.ops[0]] = self.of_region(region)
             asked.difference_update(region.ops)
@@ -160,9 +161,3 @@ class Picks:
             if chosen is not None:
                 found[index] = chosen
         return dict(sorted(found.items()))
-
-    def _near_softmax(self, ops: set[int]) -> bool:
-        """Whether a module call of these ops has a softmax; looking for attention takes a whole trace."""
-        calls = self._trace.ops.call
-        softmax = self._flow.indices("_safe_softmax", "_softmax", "softmax")
-        return not {int(calls[i]) for i in softmax}.isdisjoint(int(calls[i]) for i in ops)

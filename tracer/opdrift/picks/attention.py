@@ -63,11 +63,23 @@ class AttentionRegion:
     grouped: bool = False
 
 
-def attention_regions(trace: Trace, flow: Flow | None = None) -> list[AttentionRegion]:
-    """All attention calls of a trace that ran as several ops, in order."""
+def attention_regions(
+    trace: Trace, flow: Flow | None = None, *, calls: Container[int] | None = None
+) -> list[AttentionRegion]:
+    """All attention calls of a trace that ran as several ops, in order.
+
+    Args:
+        trace: The trace.
+        flow: Of that trace, if it is known.
+        calls: Only those whose softmax ran in one of these module calls; each takes a millisecond to find.
+    """
     flow = flow or Flow(trace)
-    found = [_around(flow, i, torch_made=True) for i in flow.indices("_safe_softmax")]
-    found += [_around(flow, i, torch_made=False) for i in flow.indices(*_SOFTMAX)]
+    found = [
+        _around(flow, i, torch_made=torch_made)
+        for names, torch_made in ((("_safe_softmax",), True), (_SOFTMAX, False))
+        for i in flow.indices(*names)
+        if calls is None or int(trace.ops.call[i]) in calls
+    ]
     return sorted((r for r in found if r is not None), key=lambda r: r.ops)
 
 

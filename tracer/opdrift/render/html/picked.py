@@ -141,10 +141,14 @@ def _place(rows: Rows, row: int) -> tuple[str, str]:
 
 
 def _picked(rows: Rows, picks: Sides[Mapping[int, Pick]]) -> list[int]:
-    left = np.isin(rows.left, np.fromiter(picks.left, np.int64))
-    right = np.isin(rows.right, np.fromiter(picks.right, np.int64))
-    found: list[int] = np.flatnonzero(left | right).tolist()
-    return found
+    found = np.zeros(len(rows), np.bool_)
+    sides = zip(rows.traces, (rows.left, rows.right), (picks.left, picks.right), strict=True)
+    for trace, ops, known in sides:
+        picked = np.zeros(len(trace.ops) + 1, np.bool_)  # the last stands for rows without an op
+        picked[list(known)] = True
+        found |= picked[ops]
+    chosen: list[int] = np.flatnonzero(found).tolist()
+    return chosen
 
 
 def kernels(rows: Rows, picks: Sides[Mapping[int, Pick]], chosen: Sequence[int]) -> Element | None:
