@@ -187,6 +187,30 @@ def test_the_filter_narrows_by_module_op_and_status(opened):
     assert opened.shown() == "41 ops"
 
 
+def test_ops_that_ran_other_kernels_are_marked_and_can_be_filtered(browser, tmp_path):
+    """An attention that another backend computed, as the op says; the product before it is the same."""
+
+    def attention(backend):
+        build = Builder(device="cuda:0")
+        x = build.op("mm", build.leaf("x", kind="input", shape=(2, 4, 8, 8), dtype="float16"))
+        build.output(build.op(f"_scaled_dot_product_{backend}_attention", x, x, x))
+        return build.build()
+
+    left, right = attention("flash"), attention("efficient")
+    path = tmp_path / "report.html"
+    path.write_text(html.render(opdrift.diff(left, right), Sides(left, right)), encoding="utf-8")
+    opened = Opened(browser, path)
+    opened.page.locator("#kernel-filter").check()
+
+    assert opened.shown() == "2 of 3 ops"  # each is another op, which the other run does not have
+    assert opened.page.locator("#visible .row .tag.kernel").count() == 2
+    opened.page.locator("#visible .row").first.click()
+    detail = opened.page.locator("#detail").inner_text()
+    assert "FLASH_ATTENTION" in detail
+    assert "EFFICIENT_ATTENTION" in detail
+    opened.context.close()
+
+
 def test_an_address_leads_to_its_op(browser, report):
     """Of the left run, or of the right one where only that has it; an unknown one is no trouble."""
     for address, wanted in (

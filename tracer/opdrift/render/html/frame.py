@@ -83,7 +83,7 @@ def list_of_ops(*, linked: bool, note: str = "") -> Element:
                     id="detail", tabindex="-1", aria_label="details of the chosen op"),
             class_="split",
         ),
-        note=note,
+        note=f"Each line is an op of both runs, or of one of them; ? lists the keys. {note}".rstrip(),
     )  # fmt: skip
 
 

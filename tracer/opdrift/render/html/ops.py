@@ -16,7 +16,7 @@ import numpy.typing as npt
 from opdrift.leaves import BEFORE
 from opdrift.records import Argument, Diagnosis, Pick, Sides
 from opdrift.render.html.markup import shown
-from opdrift.render.html.picked import lines, what
+from opdrift.render.html.picked import lines, together, what
 from opdrift.render.rows import MARKS, MEANINGS, Rows
 from opdrift.render.trace_json import flag_words
 from opdrift.render.trace_text import argument_text, holds_tensor
@@ -116,6 +116,7 @@ def op_list(
             "focus": rows.focus,
             "lines": _lines(rows, diagnosis),
             "amplifiers": _amplifiers(rows, diagnosis),
+            "together": [[each.left, each.right] for each in together(rows, picks)],
             **facts,
             "strings": strings.texts,
         },

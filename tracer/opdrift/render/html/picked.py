@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -86,8 +86,15 @@ def lines(chosen: Pick, op: str | None = None) -> list[str]:
 def groups_of(rows: Rows, picks: Sides[Mapping[int, Pick]]) -> list[Group]:
     """What ran in both runs; where they differ first, then in the order of the run."""
     groups: dict[tuple[str, str, tuple[str, ...], tuple[str, ...]], Group] = {}
-    for row, path, pair in _pairs(rows, picks):
-        op = _place(rows, row)[1]
+    partner = {each.left: each.right for each in together(rows, picks)}
+    taken = set(partner.values())
+    for row in _picked(rows, picks):
+        if row in taken:
+            continue
+        pair = _pair(rows[row], picks)
+        if row in partner:
+            pair = Sides(pair.left, _pair(rows[partner[row]], picks).right)
+        path, op = _place(rows, row)
         key = (_NUMBER.sub("*", path), op, what(pair.left), what(pair.right))
         group = groups.get(key)
         if group is None:
@@ -98,29 +105,23 @@ def groups_of(rows: Rows, picks: Sides[Mapping[int, Pick]]) -> list[Group]:
     return sorted(groups.values(), key=lambda g: (not g.differs, g.row))
 
 
-def _pairs(
-    rows: Rows, picks: Sides[Mapping[int, Pick]]
-) -> Iterator[tuple[int, str, Sides[Pick | None]]]:
-    """Row, module and both picks; what one op does in one run and several do in the other is put together.
+def together(rows: Rows, picks: Sides[Mapping[int, Pick]]) -> list[Sides[int]]:
+    """Rows that stand for each other although they are no pair: what another backend computes in other ops.
 
-    That is so where both runs have as many picks in a module whose ops have no counterpart: attention that is
-    one op on the left and torch's math path on the right.
+    That is so where both runs have as many picks in a module that the other has none for: attention that is one op on
+    the left and torch's math path on the right.
     """
     alone: dict[str, tuple[list[int], list[int]]] = {}
     for row in _picked(rows, picks):
         pair = _pair(rows[row], picks)
-        path = _place(rows, row)[0]
-        if pair.left is not None and pair.right is not None:
-            yield row, path, pair
-        else:
-            alone.setdefault(path, ([], []))[pair.left is None].append(row)
-    for path, (left, right) in alone.items():
-        if len(left) == len(right):
-            for a, b in zip(left, right, strict=True):
-                yield a, path, Sides(_pair(rows[a], picks).left, _pair(rows[b], picks).right)
-        else:
-            for row in sorted([*left, *right]):
-                yield row, path, _pair(rows[row], picks)
+        if pair.left is None or pair.right is None:
+            alone.setdefault(_place(rows, row)[0], ([], []))[pair.left is None].append(row)
+    return [
+        Sides(a, b)
+        for left, right in alone.values()
+        if len(left) == len(right)
+        for a, b in zip(left, right, strict=True)
+    ]
 
 
 def _pair(row: Row, picks: Sides[Mapping[int, Pick]]) -> Sides[Pick | None]:

@@ -49,11 +49,11 @@ function setUpCopying() {
   }
 }
 
-/** What is folded is printed unfolded. */
+/** What is folded is printed unfolded, but for the histories of the leaves, which would fill dozens of sheets. */
 function setUpPrinting() {
   let opened = [];
   addEventListener("beforeprint", () => {
-    opened = [...document.querySelectorAll("details:not([open])")];
+    opened = [...document.querySelectorAll("section:not(#parameters) details:not([open])")];
     for (const fold of opened) fold.open = true;
   });
   addEventListener("afterprint", () => { for (const fold of opened) fold.open = false; });

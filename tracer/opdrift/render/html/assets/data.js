@@ -105,6 +105,7 @@ class Rows {
     this.ops = { left: columns.left, right: columns.right };
     this.left = new Side("left", columns);
     this.right = new Side("right", columns);
+    this.partners = new Map(facts.together.flatMap(([a, b]) => [[a, b], [b, a]]));
   }
 
   /** The op of a row in a run, -1 where it has none. */
@@ -121,10 +122,18 @@ class Rows {
     return left >= 0 ? [this.left, left] : [this.right, this.op("right", row)];
   }
 
+  /** The ops of both runs in a row; of ops without a counterpart, the one that stands for it in the other run. */
+  both(row) {
+    const partner = this.partners.get(row);
+    const other = partner === undefined ? row : partner;
+    const left = this.op("left", row), right = this.op("right", row);
+    return [left < 0 ? this.op("left", other) : left, right < 0 ? this.op("right", other) : right];
+  }
+
   /** Whether the two runs are known to have run other kernels. */
   otherKernel(row) {
-    if (this.lone[row]) return false;
-    const left = this.left.picks[this.ops.left[row]], right = this.right.picks[this.ops.right[row]];
+    const [a, b] = this.both(row);
+    const left = a < 0 ? 0 : this.left.picks[a], right = b < 0 ? 0 : this.right.picks[b];
     if (!left || !right) return false;
     return this.left.facts.kernels[left] !== this.right.facts.kernels[right];
   }

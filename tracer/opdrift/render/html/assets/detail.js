@@ -3,7 +3,7 @@
 /** Fill the panel; `follow(row)` is called where a link to another op is clicked. */
 function showDetail(rows, row, follow) {
   const panel = document.getElementById("detail");
-  const left = rows.op("left", row), right = rows.op("right", row);
+  const [left, right] = rows.both(row);
   const [side, op] = rows.either(row);
   const paired = left >= 0 && right >= 0;
   const title = made("h3", "", side.op(op).replace(/\.default$/, ""));
@@ -35,7 +35,7 @@ function showDetail(rows, row, follow) {
       return;
     }
     for (const cell of cells) filled(line.insertCell(), cell);
-    if (differs) heading.append(made("span", "quiet", " differs"));
+    if (differs) heading.append(made("span", "quiet", " differ"));
   };
   put("number", (run, i) => countText(run.seq(i)));
   if (paired && rows.left.op(left) !== rows.right.op(right)) put("op", (run, i) => run.op(i));
@@ -48,7 +48,9 @@ function showDetail(rows, row, follow) {
   put("kernel", (run, i) => run.pick(i));
   const link = made("a", "", `link to this op: #${rows.address(row)}`);
   link.href = `#${rows.address(row)}`;
-  const hint = made("p", "quiet", "What is the same in both runs stands over both columns.");
+  const hint = made("p", "quiet", rows.lone[row]
+    ? "The other run computes this in other ops; shown is the first of them."
+    : "What is the same in both runs stands over both columns.");
   panel.replaceChildren(title, status, table, ...(paired ? [hint] : []), link);
 }
 

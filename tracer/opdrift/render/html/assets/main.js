@@ -78,10 +78,10 @@ async function setUpOps() {
 }
 
 setUpTheme();
-setUpHelp();
 setUpCopying();
 setUpPrinting();
 if (facts) {
+  setUpHelp();
   setUpOps().catch((error) => {
     document.getElementById("count").textContent = `The list of ops cannot be shown: ${error.message}`;
     throw error;
