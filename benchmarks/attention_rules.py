@@ -148,8 +148,8 @@ CAN_USE: dict[str, Callable[[Any, bool], bool]] = {
 }
 
 
-def disagreements(call: Call, device: Gpu | None) -> Iterator[str]:
-    """Where torch and the rules part, in words."""
+def disagreements(call: Call, device: Gpu | None, *, aloud: bool) -> Iterator[str]:
+    """Where torch and the rules part, in words; aloud with torch's own, on stderr."""
     facts = call.facts()
     torchs, ours = torchs_choice(call), choose(facts, switches(), device)
     if torchs != ours.backend:
@@ -163,7 +163,22 @@ def disagreements(call: Call, device: Gpu | None) -> Iterator[str]:
         why = objections(rules, facts, switches(), device)
         if can_use(params, False) == bool(why):
             yield f"{backend}: torch {'takes' if why else 'refuses'} it, the rules say {why or 'nothing'}"
-            can_use(params, True)
+            if aloud:
+                can_use(params, True)
+
+
+def hold(device: str, count: int, seed: int = 0) -> tuple[Counter[str], list[str]]:
+    """Make calls on a device: how often torch took each backend, and every disagreement, with the call."""
+    rng, capability = random.Random(seed), gpu() if device == "cuda" else None
+    chosen: Counter[str] = Counter()
+    wrong: list[str] = []
+    for call in calls(rng, count, device):
+        chosen[torchs_choice(call) or "raises"] += 1
+        wrong += [
+            f"{found}\n  {call.facts()}"
+            for found in disagreements(call, capability, aloud=len(wrong) < SHOWN)
+        ]
+    return chosen, wrong
 
 
 def main() -> int:
@@ -176,17 +191,11 @@ def main() -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         print("torch sees no CUDA device here, so nothing was checked.")
         return 2
-    device = gpu() if options.device == "cuda" else None
-    rng = random.Random(options.seed)
-    chosen: Counter[str] = Counter()
-    wrong = 0
-    for call in calls(rng, options.calls, options.device):
-        chosen[torchs_choice(call) or "raises"] += 1
-        for found in disagreements(call, device):
-            wrong += 1
-            if wrong <= SHOWN:
-                print(f"{found}\n  {call.facts()}", flush=True)
-    print(f"{options.calls} calls on {device or 'the CPU'}: {dict(chosen)}; {wrong} disagreements")
+    chosen, wrong = hold(options.device, options.calls, options.seed)
+    for found in wrong[:SHOWN]:
+        print(found)
+    where = gpu() if options.device == "cuda" else "the CPU"
+    print(f"{options.calls} calls on {where}: {dict(chosen)}; {len(wrong)} disagreements")
     return 1 if wrong else 0
 
 
