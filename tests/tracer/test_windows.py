@@ -39,6 +39,7 @@ class Host:
         self.ready = True
         self.waits = 0
         self.events: list[Event] = []
+        self.is_profiled: Callable[[], bool] = lambda: True
 
     def is_ready(self) -> bool:
         return self.ready
@@ -47,8 +48,8 @@ class Host:
         self.waits += 1
 
     def launch(self, name: str) -> None:
-        """Run a kernel of this name; it is done much later. Kineto does not tell us while others profile."""
-        if torch.autograd.profiler._is_profiler_enabled:
+        """Run a kernel of this name; it is done much later. Nobody tells of it between windows."""
+        if not self.is_profiled():
             return
         now, number = time_ns(), len(self.events) + 1
         thread = threading.get_native_id()
@@ -78,6 +79,7 @@ class Watched:
             read=self.device.read,
             size=size,
         )
+        self.device.is_profiled = lambda: self.windows._opened > 0
         self._seq = 0
 
     def run(self, op: str | Callable[[], object], times: int = 1) -> None:

@@ -199,10 +199,11 @@ class Windows:
             self._refuse("this build of torch has no profiler for the device (CUPTI or roctracer)")
             return False
         self._programs.we_profile()
+        opening = now()
         with _quiet():
             profilers.prepare(self._config, set(self._device.activities))
             profilers.start(self._config, set(self._device.activities), set(_NO_HOST_EVENTS))
-        self._opened, self._said = now(), False
+        self._opened, self._said = opening, False
         return True
 
     def _finish(self) -> None:
