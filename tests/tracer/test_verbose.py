@@ -6,6 +6,7 @@ import ctypes
 import json
 import logging
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -15,12 +16,14 @@ from typing import Any
 
 import pytest
 import torch
+from cpu_routines import convolution, other, product, whole
 from torch import nn
 
 import opdrift
 from opdrift.kernels import CannotWatchError
 from opdrift.kernels.observed import ObservedOps
 from opdrift.kernels.verbose import Verbose, call_of
+from opdrift.picks import Picks
 from opdrift.picks.observed import Observed, Seen
 
 pytestmark = [
@@ -399,6 +402,26 @@ class TestNotCaptured:
         assert c_stdout().value == pointer
         assert told == ["opdrift failed at it: ZeroDivisionError('division by zero')"]
         assert marks[-1]["refused"] == told[0]
+
+
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() != "AVX512", reason="other CPUs have other libraries"
+)
+def test_what_is_seen_is_what_torchs_rules_say(tmp_path: Path):
+    """200 random products, convolutions and the like: no pick is another library's than by rule."""
+    rng = random.Random(3)
+    makers = (product, product, whole, convolution, other)
+    cases = [rng.choice(makers)(rng) for _ in range(200)]
+    with torch.no_grad(), opdrift.record(tmp_path / "t", kernels="full", integrity="off"):
+        for case in cases:
+            case()
+
+    trace = opdrift.load(tmp_path / "t")
+    picks = Picks(trace)
+    found = [pick for i in range(len(trace.ops)) if (pick := picks.of(i)) is not None]
+
+    assert [pick for pick in found if "by torch's rules it would" in (pick.reason or "")] == []
+    assert sum(pick.source == "verbose" for pick in found) > 100
 
 
 class Small(nn.Module):
