@@ -157,6 +157,25 @@ def test_a_subclass_is_read_without_being_called():
 # -- which engine ----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.linspace(-1, 1, 12).view(3, 4).t(),
+        torch.arange(5),
+        torch.randn(3, 2, dtype=torch.complex64).conj(),
+        torch.linspace(-1, 1, 8).to(torch.float8_e5m2),
+        torch.tensor([True, False]),
+        torch.zeros(0, 3, dtype=torch.bfloat16),
+        torch.tensor(2.5, dtype=torch.float64),
+    ],
+    ids=lambda tensor: str(tensor.dtype),
+)
+def test_a_digest_alone_is_that_of_the_whole_fingerprint(tensor):
+    row = load_engine().fingerprint(tensor)
+
+    assert load_engine().digest(tensor) == (int(row["raw"]), int(row["n"]), int(row["code"]))
+
+
 @pytest.fixture
 def no_library(tmp_path, monkeypatch):
     """An installation that was built without a compiler."""

@@ -139,7 +139,20 @@ def test_a_reduce_scatter_is_never_known_to_be_done():
     work = FakeWork()
     work.done = True
 
-    assert not InFlight(work, readable=False).is_done()
+    in_flight = InFlight(work, readable=False)
+
+    assert not in_flight.is_done()
+    assert not in_flight.is_pending()  # nor that it is not
+
+
+def test_only_what_is_known_to_be_under_way_is_pending():
+    work = FakeWork()
+    in_flight = InFlight(work, readable=True)
+    before = in_flight.is_pending()
+    work.done = True
+
+    assert (before, in_flight.is_pending()) == (True, False)
+    assert not InFlight(None, readable=True).is_pending()
 
 
 # ---- which arguments an op reads -----------------------------------------------------------------------

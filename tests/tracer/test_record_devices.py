@@ -410,6 +410,23 @@ def test_a_copy_under_way_is_fingerprinted_at_its_first_use_thereafter(
     assert trace.fingerprint(copied.outputs[0]).sum == 3.0
 
 
+def test_an_integration_gets_no_digest_of_a_copy_under_way(tmp_path, monkeypatch, event):
+    """It would be that of what was in the memory before, and a false alarm."""
+    monkeypatch.setattr(
+        "opdrift.mode.under_way", lambda use, target: InFlight(memory.Transfer(None), readable=True)
+    )
+    digests = []
+
+    with opdrift.record(tmp_path / "a.trace") as recorder:
+        copy = torch.ones(3).double()
+        digests.append(recorder.digest(copy))
+        event.done = True
+        digests.append(recorder.digest(copy))
+
+    assert digests[0] is None
+    assert digests[1] is not None
+
+
 def test_a_captured_copy_is_never_known_to_be_done(monkeypatch):
     """Its event cannot be asked, and the copy is done at a replay only."""
     accelerator = SimpleNamespace(mark=lambda: None, is_capturing=lambda: True)

@@ -190,9 +190,8 @@ def digests(tensor: torch.Tensor, casts: Sequence[torch.dtype]) -> dict[str, lis
     for dtype in wanted:
         content = tensor.detach() if dtype == tensor.dtype else tensor.detach().to(dtype)
         if engine.can_fingerprint(content) is None:
-            row = engine.fingerprint(content)
-            name = str(dtype).removeprefix("torch.")
-            found[name] = [f"{int(row['raw']):016x}", int(row["n"]), int(row["code"])]
+            raw, n, code = engine.digest(content)
+            found[str(dtype).removeprefix("torch.")] = [f"{raw:016x}", n, code]
     return found
 
 

@@ -120,6 +120,10 @@ class InFlight:
             self._done = self._readable and self._work.is_completed()
         return self._done
 
+    def is_pending(self) -> bool:
+        """Whether it is known that the output is not there yet; of some works nothing is known."""
+        return self._work is not None and self._readable and not self.is_done()
+
 
 class Generated:
     """A buffer of code that torch.compile generated, which writes it with no op that could be seen."""

@@ -26,7 +26,6 @@ _SEEN: Final = {
     "attach": "when it was taken out of the module",
     "write": "when the file was written",
     "load": "at the load before",
-    "drop": "when it was last taken out of the module",
 }
 
 
@@ -66,7 +65,7 @@ class _Moves:
             return self.lost(mark) if drops else self.bad_copy(mark)
         if mark.fields.get("source_unchanged") is False:
             return self.source_changed(mark)
-        return self.changed_in_place(mark) if mark.fields.get("changed") else None
+        return None
 
     def repeated(self, finding: Finding, marks: list[Mark]) -> Finding:
         """A finding, with how often it came again."""
@@ -167,30 +166,6 @@ class _Moves:
                 " same folder."
                 if file
                 else _WRITE_UNSEEN,
-            ),
-        )
-
-    def changed_in_place(self, mark: Mark) -> Finding | None:
-        """A module that uses the source itself changed it: fine, if an op did."""
-        load = self._load_before(mark)
-        if load is None or self._writers(load, mark):
-            return None
-        fields = mark.fields
-        evidence = [
-            _move(mark),
-            f"its digest was {_raw(fields.get('destination'))} when it was loaded after op {load.seq}, and is"
-            f" {_raw(fields.get('source'))} now",
-            *_located(fields.get("destination"), fields.get("source")),
-            "no op that was recorded wrote it in between",
-        ]
-        return self._finding(
-            mark,
-            Cause(
-                "race",
-                "likely",
-                f"{_name(mark)}: the content changed while it was in {_module(mark)}, and no recorded op wrote it",
-                tuple(evidence),
-                _WRITE_UNSEEN,
             ),
         )
 

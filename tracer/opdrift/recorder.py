@@ -417,13 +417,15 @@ class Recorder:
         self._must_be_open("mark")
         check_text("mark", "kind", kind)
         try:
-            plain = finite(fields)
-            json.dumps(plain)
+            try:
+                text = json.dumps(fields, allow_nan=False)
+            except ValueError:
+                text = json.dumps(finite(fields))
         except (TypeError, ValueError, RecursionError) as error:
             raise InvalidOptionError(
                 f"mark({kind!r}) has a field that is no JSON value: {error}. Use numbers, text, lists and dicts."
             ) from None
-        self._spool.mark(self._spool.thread(), kind, plain)
+        self._spool.mark(self._spool.thread(), kind, text)
 
     def scope(self, name: str) -> AbstractContextManager[None]:
         """Ops inside run in the scope `name`, below the present one.
@@ -490,7 +492,7 @@ class Recorder:
         self._must_be_open("digest")
         check_tensor("digest", tensor)
         with silent():
-            if self._engine.can_fingerprint(tensor) is not None:
+            if self._engine.can_fingerprint(tensor) is not None or self._values.is_pending(tensor):
                 return None
             if not self._values.is_elsewhere(tensor):
                 return Digest(*self._engine.digest(tensor))

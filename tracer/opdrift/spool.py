@@ -98,8 +98,8 @@ class Spool:
         """Write a row of the table `leaves`."""
         self._leaves.append(row)
 
-    def mark(self, t: ThreadBuffers, kind: str, fields: Mapping[str, Any]) -> None:
-        """Write a mark."""
+    def mark(self, t: ThreadBuffers, kind: str, fields: Mapping[str, Any] | str) -> None:
+        """Write a mark; its fields as a mapping of JSON types, or as JSON already."""
         self._marks.append(_mark_row(t, kind, fields))
 
     def announce(self, t: ThreadBuffers, kind: str, fields: Mapping[str, Any]) -> None:
@@ -221,5 +221,6 @@ class Spool:
                     self.flush(t, reset=False)
 
 
-def _mark_row(t: ThreadBuffers, kind: str, fields: Mapping[str, Any]) -> MarkRow:
-    return t.seq, now(), kind, t.call, t.index, json.dumps(fields)
+def _mark_row(t: ThreadBuffers, kind: str, fields: Mapping[str, Any] | str) -> MarkRow:
+    text = fields if isinstance(fields, str) else json.dumps(fields)
+    return t.seq, now(), kind, t.call, t.index, text

@@ -628,6 +628,12 @@ class Values:
             self.skip(reason)
         return reason is None
 
+    def is_pending(self, tensor: Tensor) -> bool:
+        """Whether a copy or a collective is known to fill a tensor still."""
+        known = self.value_of(tensor)
+        special = None if known is None else known[0].special
+        return isinstance(special, InFlight) and special.is_pending()
+
     def skip(self, reason: str) -> None:
         """Note that a content was left out."""
         if reason not in self.skipped and len(self.skipped) >= _MAX_REASONS:

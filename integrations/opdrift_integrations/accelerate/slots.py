@@ -20,10 +20,11 @@ class Slot:
     Attributes:
         number: Which slot this is, from 0: what joins the marks of one.
         name: Its name in the model, as last told.
+        unit: Path of the module that holds it; None while the recorder does not know it.
         loads: How often it was loaded.
         known: What it held when it was last outside: the content that a load has to bring.
         seen: When that was: "attach" (as it was taken from the module), "write" (as a file was
-            written), "load" or "drop".
+            written) or "load".
         loaded: What the last load brought.
         address: Where that lay.
         aliased: The last load copied nothing: the module used the source itself.
@@ -31,6 +32,7 @@ class Slot:
 
     number: int
     name: str = ""
+    unit: str | None = None
     loads: int = 0
     known: Digest | None = None
     seen: str | None = None

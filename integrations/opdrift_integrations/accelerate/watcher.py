@@ -16,9 +16,9 @@ the recorder does not know it) and `phase`: "attach" (a hook is put on the modul
           (digests), `intact` (false: the destination is not the source; or, at a drop, what was changed since the
           load is lost). Where it is false, `mismatch` [{parameter, offset, numel, differing, zeros}] and
           `holds` (names whose content it is instead).
-          A load has `known` (digest of the tensor when last seen outside), `seen` (when: "attach", "write",
-          "load", "drop") and `source_unchanged`; a drop `changed` (since the load) and `rebound` (the module's tensor
-          lies elsewhere than what was loaded).
+          A load has `known` (digest of the source when last seen), `seen` (when: "attach", "write" or "load") and
+          `source_unchanged`; a drop has `rebound` (the module's tensor lies elsewhere than what was loaded), and no
+          digests where the module shared its source's memory.
 
 Moves of whole modules (`cpu_offload_with_hook`) are one mark each, with the digests compared tensor by tensor.
 """
@@ -161,15 +161,15 @@ class Watcher:
         if new is old or new is None or old is None:
             return
         slot = self._slots.of(owner, name)
-        slot.name = self._named(module, owner, tensor_name, name)
+        self._place_in_model(slot, owner, name, tensor_name)
         blocking = not non_blocking
         if new.is_meta:
             if not old.is_meta:
-                self._drop(owner, slot, old, blocking=blocking)
+                self._drop(slot, old, blocking=blocking)
         elif isinstance(value, torch.Tensor):
-            self._load(owner, slot, value, new, name in owner._buffers, blocking=blocking)
+            self._load(slot, value, new, name in owner._buffers, blocking=blocking)
         elif old.device != new.device:
-            self._copy(owner, slot, old, new, "place", blocking=blocking)
+            self._copy(slot, old, new, "place", blocking=blocking)
 
     def whole(
         self, phase: str, direction: str, hook: Any, module: nn.Module, *args: Any, **kwargs: Any
@@ -219,16 +219,16 @@ class Watcher:
     def _here(self) -> bool:
         return threading.get_ident() == self._thread
 
-    def _named(self, module: nn.Module, owner: nn.Module, given: str, own: str) -> str:
-        """The name of a tensor in the model: by the recorder, else as accelerate calls it."""
+    def _place_in_model(self, slot: Slot, owner: nn.Module, own: str, given: str) -> None:
+        """Name a slot as the recorder does, or, while that does not know the module, as accelerate does."""
         path = self._recorder.clean_path(owner)
-        if path is not None:
-            return join(path, own)
-        return join(self._running[-1][1] if self._running else "", given)
+        if path is None:
+            slot.name = join(self._running[-1][1] if self._running else "", given)
+        elif path != slot.unit:
+            slot.unit, slot.name = path, join(path, own)
 
     def _load(
         self,
-        owner: nn.Module,
         slot: Slot,
         source: torch.Tensor,
         new: torch.Tensor,
@@ -236,7 +236,7 @@ class Watcher:
         *,
         blocking: bool,
     ) -> None:
-        file = self._read_from.get(source)
+        file = self._read_from.get(source) if self._read_from else None
         slot.loads += 1
         slot.aliased = file is None and _is_alias(new, source)
         slot.address = new.data_ptr()
@@ -244,7 +244,6 @@ class Watcher:
         if known is None and file in self._written:
             known, seen = self._written[file], "write"
         before, after = self._copy(
-            owner,
             slot,
             source,
             new,
@@ -260,7 +259,6 @@ class Watcher:
 
     def _copy(
         self,
-        owner: nn.Module,
         slot: Slot,
         source: torch.Tensor,
         new: torch.Tensor,
@@ -272,16 +270,17 @@ class Watcher:
         **fields: Any,
     ) -> tuple[Digest | None, Digest | None]:
         """Compare a copy with what it was made from, and write the mark; return both digests."""
-        copied = not _is_alias(new, source)
-        with self._recorder.pause(), torch.no_grad():
-            before = self._recorder.digest(source)
-            after = self._recorder.digest(new) if copied else before
-            cast = source if source.dtype == new.dtype else source.to(new.dtype)
-            intact = same(before if cast is source else self._recorder.digest(cast), after)
-            if intact is False:
-                bad = {"parameter": slot.name, **differing(cast, new)}
-                fields["mismatch"] = [bad]
-                fields["holds"] = self._slots.holding(after, slot)
+        before = after = self._recorder.digest(source)
+        copied, intact = not _is_alias(new, source), None if before is None else True
+        if copied:
+            with self._recorder.pause(), torch.no_grad():
+                after = self._recorder.digest(new)
+                cast = source if source.dtype == new.dtype else source.to(new.dtype)
+                wanted = before if cast is source else self._recorder.digest(cast)
+                intact = same(wanted, after)
+                if intact is False:
+                    fields["mismatch"] = [{"parameter": slot.name, **differing(cast, new)}]
+                    fields["holds"] = self._slots.holding(after, slot)
         if direction == "load":
             fields["known"], fields["seen"] = as_field(known), seen
             # A file may hold another precision than the module that was taken away.
@@ -289,7 +288,7 @@ class Watcher:
             fields["source_unchanged"] = same(known, comparable)
             fields["tied"] = [] if file else self._slots.tied(slot, source)
         self._mark(
-            self._recorder.clean_path(owner),
+            slot.unit,
             direction,
             slot=slot.number,
             parameters=[[slot.name, 0, list(new.shape)]],
@@ -305,29 +304,25 @@ class Watcher:
         )
         return before, after
 
-    def _drop(self, owner: nn.Module, slot: Slot, old: torch.Tensor, *, blocking: bool) -> None:
-        content = self._recorder.digest(old)
+    def _drop(self, slot: Slot, old: torch.Tensor, *, blocking: bool) -> None:
+        content: Digest | None = None
         fields: dict[str, Any] = {}
         if slot.loads and self._phase() == "forward":
             rebound = old.data_ptr() != slot.address
-            changed = same(slot.loaded, content) is False
             kept = slot.aliased and not rebound
-            fields = {
-                "nth": slot.loads,
-                "changed": changed,
-                "rebound": rebound,
-                "aliased": kept,
-                "destination": as_field(slot.loaded),
-                "intact": kept or not changed,
-            }
-            if kept:
-                slot.known, slot.seen = content, "drop"
-            elif changed:
-                fields["holds"] = self._slots.holding(content, slot)
+            fields = {"nth": slot.loads, "rebound": rebound, "aliased": kept, "intact": True}
+            # What the module shares with its source is not lost; the next load looks at it.
+            if not kept:
+                content = self._recorder.digest(old)
+                fields["destination"] = as_field(slot.loaded)
+                fields["intact"] = same(slot.loaded, content)
+                if fields["intact"] is False:
+                    fields["holds"] = self._slots.holding(content, slot)
         else:
+            content = self._recorder.digest(old)
             slot.known, slot.seen = content, "attach"
         self._mark(
-            self._recorder.clean_path(owner),
+            slot.unit,
             "drop",
             slot=slot.number,
             parameters=[[slot.name, 0, list(old.shape)]],
