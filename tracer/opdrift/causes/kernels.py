@@ -11,15 +11,15 @@ from opdrift.causes.likeness import likeness
 from opdrift.causes.nondeterministic import NONDETERMINISTIC, SPARSE
 from opdrift.causes.picked import (
     FUSED,
-    PADDED,
-    PIN_FAST_PATH,
     calls_seen,
     choices,
+    for_equal_bits,
     kernel_picks,
     other_calls,
     other_sizes,
     told,
 )
+from opdrift.causes.pins import FAST_PATH, PADDED
 from opdrift.compare import number
 from opdrift.origins.kinds import draws
 from opdrift.records import Cause
@@ -125,6 +125,8 @@ def rounding(e: Evidence) -> Cause | None:
         if compiled is not None
         else f"Nothing is wrong. {ran.pin}; then the bits can be compared."
         if ran is not None
+        else f"Nothing is wrong. {alike}."
+        if (alike := for_equal_bits(e))
         else "Nothing is wrong. For equal bits use the same kernel on both sides: the same batch size, threads"
         " (torch.set_num_threads), attention backend (sdpa_kernel) and library versions.",
     )
@@ -213,7 +215,7 @@ def kernel(e: Evidence) -> Cause | None:
         "certain" if _leaves_padding_out(e) else "likely",
         f"{which}, in {where}; the result differs by more than rounding",
         evidence,
-        f"{ran.pin if ran else PIN_FAST_PATH}; then compare again."
+        f"{ran.pin if ran else FAST_PATH}; then compare again."
         + (PADDED if fused and "scaled_dot_product" not in fused[0][1].name(fused[0][2]) else ""),
     )
 

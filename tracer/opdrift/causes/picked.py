@@ -8,39 +8,25 @@ from typing import Final
 
 from opdrift.case import Side
 from opdrift.causes.evidence import SIDES, Evidence
+from opdrift.causes.pins import (
+    is_routine,
+    of_other_picks,
+    of_other_sizes,
+    of_other_threads,
+    written_out,
+)
 from opdrift.modelsettings import ATTENTION
 from opdrift.picks import AttentionRegion, SdpaCall, decisive
 from opdrift.records import Pick, Sides
+from opdrift.sizes import threads
 
 #: One op for what is otherwise several: the fast paths of torch.nn and attention.
 FUSED: Final = (
     ("_transformer_encoder_layer_fwd", "_native_multi_head_attention"),
     ("scaled_dot_product", "flash_attention", "efficient_attention", "cudnn_attention"),
 )
-_PIN_ATTENTION: Final = (
-    "Pin the backend on both sides, to one that every call can run: with"
-    " torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH): ..."
-)
-_PIN_PROGRAM: Final = (
-    "Let both sides compute attention in one way: call scaled_dot_product_attention in both, or neither (in"
-    " transformers attn_implementation='sdpa' or 'eager')"
-)
-PIN_FAST_PATH: Final = "Pin the path on both sides: torch.backends.mha.set_fastpath_enabled(False)"
-PADDED: Final = " Padded rows are zeros on the fast path of nn.TransformerEncoder: compare valid positions only."
-_PIN_ONEDNN: Final = "Pin the library on both sides: torch.backends.mkldnn.flags(enabled=False), or the same batch size and dtype"
-_PIN_DEVICE: Final = (
-    "Run both sides with the same batch size, dtype and versions, and with torch.backends.cudnn.benchmark = False:"
-    " which kernel a GPU's libraries run follows from the sizes, or from what was fastest when it was tried"
-)
 #: Calls of a side that are quoted.
 _CALLS: Final = 4
-_PIN_INSIDE_ONEDNN: Final = (
-    "oneDNN chooses by sizes, dtype and instruction set: run both sides with the same batch size, and with"
-    " ONEDNN_MAX_CPU_ISA=AVX2 in the environment of both"
-)
-_SAME_SIZE: Final = (
-    "Run both sides with the same batch size: which routine multiplies follows from the sizes"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +73,8 @@ def choices(e: Evidence) -> Choices | None:
     return Choices(
         f"left ran {_because(left, right)}; right ran {_because(right, left)}",
         tuple(evidence),
-        _pin(left, right),
-        attention=left.backend != right.backend or not (_is_routine(left) or _is_routine(right)),
+        of_other_picks(left, right),
+        attention=left.backend != right.backend or not (is_routine(left) or is_routine(right)),
     )
 
 
@@ -130,6 +116,17 @@ def other_sizes(e: Evidence) -> str:
     )
 
 
+def for_equal_bits(e: Evidence) -> str:
+    """What to do where both sides ran the same with other sizes, or on other numbers of threads; a sentence without its end."""
+    picks, op = kernel_picks(e), e.origin.op
+    if op.left is None or op.right is None:
+        return ""
+    if picks.left is not None and other_sizes(e):
+        return of_other_sizes(picks.left, e.case.left.trace.header.flags.get("cpu_capability"))
+    counts = threads(e.case.left, op.left), threads(e.case.right, op.right)
+    return of_other_threads(counts[0]) if counts[0] != counts[1] else ""
+
+
 def told(pick: Pick) -> str:
     """A pick in a few words: `SGEMM of MKL`."""
     name = pick.backend or pick.name.partition(": ")[2] or pick.name
@@ -147,7 +144,7 @@ def _same(left: Pick, right: Pick) -> bool:
     # a routine is named after its op, and compiled code calls `addmm.out`
     return (
         told(left) == told(right)
-        if _is_routine(left) and _is_routine(right)
+        if is_routine(left) and is_routine(right)
         else ((left.name, left.library) == (right.name, right.library))
     )
 
@@ -189,7 +186,7 @@ def _because(own: Pick, other: Pick) -> str:
     why = own.refused.get(other.backend or "") or own.refused.get(
         _named(other).removeprefix("the ")
     )
-    if why is None and own.backend is None and _is_routine(own) and own.reason:
+    if why is None and own.backend is None and is_routine(own) and own.reason:
         return f"{name} ({own.reason})"
     if why is None and own.backend is not None and other.backend is not None and own.refused:
         backend, reason = next(iter(own.refused.items()))
@@ -200,35 +197,8 @@ def _because(own: Pick, other: Pick) -> str:
 def _named(pick: Pick) -> str:
     if pick.backend is not None:
         return pick.backend
-    if _is_routine(pick):
+    if is_routine(pick):
         return told(pick)
-    if pick.reason is not None and (_written_out(pick) or pick.reason.startswith("the fast path")):
+    if pick.reason is not None and (written_out(pick) or pick.reason.startswith("the fast path")):
         return pick.reason
     return f"attention of {pick.library}" if pick.library else pick.name
-
-
-def _written_out(pick: Pick) -> bool:
-    """Whether the program computes attention in ops of its own, which no switch of torch's changes."""
-    return pick.name == "eager attention"
-
-
-def _is_routine(pick: Pick) -> bool:
-    """Whether it is a routine of a library, named after its op."""
-    return ": " in pick.name
-
-
-def _pin(left: Pick, right: Pick) -> str:
-    both = (left, right)
-    if any(
-        p.backend is None and not _is_routine(p) and "fast path" in (p.reason or "") for p in both
-    ):
-        return PIN_FAST_PATH
-    if any(_written_out(p) for p in both):
-        return _PIN_PROGRAM
-    if any(p.backend is not None for p in both):
-        return _PIN_ATTENTION
-    if any(p.source == "profiler" for p in both):
-        return _PIN_DEVICE
-    if left.library != right.library:
-        return _PIN_ONEDNN
-    return _PIN_INSIDE_ONEDNN if left.library == "oneDNN" else _SAME_SIZE

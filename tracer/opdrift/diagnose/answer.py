@@ -21,6 +21,7 @@ from opdrift.diagnose.batches import (
     uneven_inputs,
     unplaced,
 )
+from opdrift.diagnose.copies import copies_of_one_run
 from opdrift.diagnose.divergences import divergence
 from opdrift.diagnose.grouping import by_setting, grouped_leaves
 from opdrift.diagnose.growth import growth_of
@@ -115,6 +116,7 @@ def diagnose(
     material = next((d for d in divergences if d.material), None)
     reach = reach_of(case, finals[0]) if divergences and material is None else None
     differing = None if samples is not None else differing_samples(left, right, found.sinks)
+    unpaired = unpaired_of(case)
     return Diagnosis(
         verdict=_verdict(divergences),
         left=summary_of(left),
@@ -125,7 +127,7 @@ def diagnose(
         amplifiers=tuple(amplifier(case, r) for r in sizes if r.amplifies),
         causes=_ranked(judged),
         environment=environment,
-        unpaired=unpaired_of(case),
+        unpaired=unpaired,
         alignment=Alignment(
             paired=len(case.pairing.left),
             left_only=int(np.sum(case.pairing.right_of < 0)),
@@ -139,6 +141,7 @@ def diagnose(
             *_step_of(case, material or (divergences[0] if divergences else None)),
             *((reach.sentence,) if reach is not None else ()),
             *in_words(differing),
+            *copies_of_one_run(unpaired),
             *notes_of(case, found, samples=samples),
         ),
         samples=differing,
