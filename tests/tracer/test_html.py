@@ -345,6 +345,35 @@ def test_leaves_are_equal_or_differ_or_are_of_one_run():
     }  # fmt: skip
 
 
+def test_a_weight_that_differs_is_told_with_its_history_and_one_that_agrees_without(monkeypatch):
+    """Where it came from, what it held when, and what became of it on each side; of so many as are told at all."""
+
+    def run(fill):
+        build = Builder()
+        x = build.leaf("x", kind="input")
+        w = build.op("fill_", build.op("empty"), content=np.full((4, 8), fill, np.float32))
+        build.name(w, "fc.weight")
+        build.name(build.leaf("kept"), "norm.weight")
+        build.output(build.op("mm", x, w))
+        return build.build()
+
+    page = page_of(run(1.0), run(2.0))
+    labels = [a["aria-label"] for _, a in page.elements if "aria-label" in a]
+
+    assert "fc.weight parameter differs" in page.words
+    assert "filled by aten.fill_.default (op 2)" in page.words
+    assert labels.count("content of fc.weight over time") == 1
+    assert [label for label in labels if label and label.startswith("what became of")] == [
+        "what became of fc.weight in the left run",
+        "what became of fc.weight in the right run",
+    ]
+    monkeypatch.setattr(leaves, "_LISTED", 1)
+    assert (
+        "and 4 more; opdrift show TRACE --leaf GLOB tells of each"
+        in page_of(run(1.0), run(2.0)).words
+    )
+
+
 def test_renamed_leaves_are_one_row():
     """As the modules were mapped."""
 

@@ -50,7 +50,7 @@ def _between_ranks(traces: Sequence[Trace], leaf_name: str) -> str:
     """Whether all ranks hold the same, when they first and when they last see it."""
     ends: list[dict[int, tuple[int, int, int]]] = [{}, {}]
     for trace in traces:
-        rows = [leaf for leaf in trace.leaves if leaf.name == leaf_name and leaf.kind in _HELD]
+        rows = [leaf for leaf in trace.leaves if leaf.name == leaf_name and leaf.kind in HELD]
         for found, leaf in zip(ends, (rows[:1], rows[-1:]), strict=True):
             fingerprint = trace.fingerprint(leaf[0].value) if leaf else None
             if fingerprint is not None:
@@ -82,7 +82,8 @@ def _origins(lineage: Lineage, seen: Sequence[Leaf]) -> list[str]:
     return lines
 
 
-_HELD: Final = ("parameter", "buffer")
+#: Leaves that a model holds, whose timelines are shown.
+HELD: Final = ("parameter", "buffer")
 _UNWRITTEN: Final = {
     "leaf": "was there before the recording, and no recorded op wrote it",
     "hidden": "changed, and no recorded op wrote it",

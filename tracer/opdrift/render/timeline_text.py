@@ -39,7 +39,7 @@ _WORDS: Final[Mapping[What, str]] = {
 
 def timeline(page: Page, events: Sequence[Event]) -> None:
     """The events as a table: op, step, what, which content, by whom."""
-    steps = any(event.step is not None for event in events)
+    steps = has_steps(events)
     columns = (
         Column("op", align="right"),
         *((Column("step", align="right", keep=2),) if steps else ()),
@@ -47,6 +47,16 @@ def timeline(page: Page, events: Sequence[Event]) -> None:
         Column("content"),
         Column("by", keep=8, shorten=True),
     )
+    page.table(columns, event_rows(events, steps=steps))
+
+
+def has_steps(events: Sequence[Event]) -> bool:
+    """Whether the program marked steps."""
+    return any(event.step is not None for event in events)
+
+
+def event_rows(events: Sequence[Event], *, steps: bool) -> list[tuple[str, ...]]:
+    """A row an event: op, step if there are `steps`, what, content, by whom; one text for those left out."""
     shown = list(events)
     rows: list[tuple[str, ...]] = []
     skipped = len(shown) - 2 * _SHOWN
@@ -57,7 +67,7 @@ def timeline(page: Page, events: Sequence[Event]) -> None:
             rows.append((f"... {plural(skipped, 'event')} more; --format json lists all",))
         step = (count(event.step) if event.step is not None else "",) if steps else ()
         rows.append((count(event.seq), *step, _WORDS[event.what], _content(event), _by(event)))
-    page.table(columns, rows)
+    return rows
 
 
 def _content(event: Event) -> str:

@@ -18,16 +18,22 @@ from opdrift.pairs import DIFFERENT, EQUAL, Compared
 from opdrift.provenance import Lineage
 from opdrift.records import Leaf
 from opdrift.render.html.markup import Element, Heading, Node, element, folded, section, table
-from opdrift.render.leaf_text import WHEN, came_from
+from opdrift.render.leaf_text import HELD, WHEN, came_from
+from opdrift.render.timeline_text import event_rows, has_steps
 from opdrift.render.trace_text import content
 from opdrift.render.words import count, name, plural, side, size
+from opdrift.timeline import Timelines
 from opdrift.tracefile.reader import Trace
 
 #: Leaves that are listed, differing ones first, and moments of one that are told.
 _LISTED: Final = 1_000
 _MOMENTS: Final = 50
+#: Leaves that differ whose whole history is told.
+_HISTORIES: Final = 200
 #: Moments that stand for each other: one run may see a parameter on entry, the other when it is gathered.
 _STAGE: Final = dict.fromkeys(BEFORE, "start")
+#: The parts of a leaf's line, for the style sheet.
+_COLUMNS: Final = ("code", "kind", "status", "number", "code layout", "made")
 _WORDS: Final = {EQUAL: "equal", DIFFERENT: "differs"}
 
 
@@ -111,8 +117,8 @@ def parameters(compared: Compared, maps: Maps) -> Element | None:
     said = f"{count(len(differing))} of {plural(len(rows), 'named leaf').replace('leafs', 'leaves')} differ, or only one run has them."
     return section(
         "parameters", "Parameters, buffers, inputs and results",
-        told.table(shown[0]) if shown[0] else None,
-        folded(f"equal in both runs, or not known ({count(len(same))})", told.table(shown[1])) if shown[1] else None,
+        told.listed(shown[0]) if shown[0] else None,
+        folded(f"equal in both runs, or not known ({count(len(same))})", told.listed(shown[1])) if shown[1] else None,
         element("p", f"and {count(rest)} more; opdrift show TRACE --leaf GLOB tells of each") if rest else None,
         note=said,
     )  # fmt: skip
@@ -125,26 +131,29 @@ class _Told:
         self._contents = (compared.left, compared.right)
         self._traces: tuple[Trace, Trace] = (compared.left.trace, compared.right.trace)
         self._lineages = tuple(map(Lineage, self._traces))
+        self._timelines = tuple(map(Timelines, self._traces))
+        self._histories = _HISTORIES
 
-    def table(self, rows: Sequence[LeafRow]) -> Element:
-        """One line a leaf; its moments unfold."""
-        headings = (
-            Heading("name", "code"), Heading("kind"), Heading("", "status"), Heading("differs by", "number"),
-            Heading("layout", "code"), Heading("content over time, and where it came from"),
-        )  # fmt: skip
-        return table(
-            "parameters, buffers, inputs and results", headings, [self._row(r) for r in rows], class_="leaves"
-        )  # fmt: skip
+    def listed(self, rows: Sequence[LeafRow]) -> Element:
+        """One line a leaf; its content over time unfolds."""
+        titles = ("name", "kind", "", "differs by", "layout", "where it came from")
+        head = element("p", *_cells(titles), class_="leaf head", aria_hidden="true")
+        return element("div", head, *(self._row(r) for r in rows), class_="leaves")
 
-    def _row(self, row: LeafRow) -> tuple[Node, ...]:
+    def _row(self, row: LeafRow) -> Element:
         layouts = [self._layout(0, row), self._layout(1, row)]
-        known = dict.fromkeys(text for text in layouts if text)
+        known = list(dict.fromkeys(text for text in layouts if text))
         layout = (
-            " / ".join(known)
-            if len(known) < 2
-            else f"left {side(layouts[0])}, right {side(layouts[1])}"
+            known[0] if len(known) == 1 else f"left {side(layouts[0])}, right {side(layouts[1])}"
         )
-        return name(row.name), row.kind, row.status, self._size(row), layout, self._timeline(row)
+        cells = (name(row.name), row.kind, row.status, self._size(row), layout, self._made(row))
+        rest = len(row.moments) - _MOMENTS
+        return folded(
+            element("span", *_cells(cells), class_="leaf"),
+            self._moments(row),
+            element("p", f"and {count(rest)} later moments") if rest > 0 else None,
+            self._history(row),
+        )
 
     def _layout(self, number: int, row: LeafRow) -> str | None:
         for moment in row.moments:
@@ -165,18 +174,36 @@ class _Told:
         b = self._contents[1].fingerprint(right.value)
         return None if a is None or b is None else difference(a, b).relative
 
-    def _timeline(self, row: LeafRow) -> Node:
+    def _moments(self, row: LeafRow) -> Element:
         headings = (Heading("when"), Heading("left"), Heading("", "status"), Heading("right"))
         body = [
             (self._when(m), self._held(0, m.left), m.status, self._held(1, m.right))
             for m in row.moments[:_MOMENTS]
         ]
-        rest = len(row.moments) - _MOMENTS
-        return folded(
-            self._made(row),
-            table(f"content of {name(row.name)} over time", headings, body),
-            element("p", f"and {count(rest)} later moments") if rest > 0 else None,
-        )
+        return table(f"content of {name(row.name)} over time", headings, body)
+
+    def _history(self, row: LeafRow) -> Element | None:
+        """What became of a parameter or buffer that differs, in each run."""
+        if row.kind not in HELD or row.status != "differs" or not self._histories:
+            return None
+        self._histories -= 1
+        sides = [self._events(row, number) for number in (0, 1)]
+        return element("div", *sides, class_="both")
+
+    def _events(self, row: LeafRow, number: int) -> Element | None:
+        seen = [leaf for m in row.moments if (leaf := m.right if number else m.left) is not None]
+        if not seen:
+            return None
+        word = ("left", "right")[number]
+        events = self._timelines[number].of(seen[0].name, sorted(seen, key=lambda leaf: leaf.seq))
+        steps = has_steps(events)
+        headings = (
+            Heading(f"{word} op", "number"), *((Heading("step", "number"),) if steps else ()), Heading("what"),
+            Heading("content", "code"), Heading("by"),
+        )  # fmt: skip
+        blank = [""] * (len(headings) - 1)
+        body = [row if len(row) > 1 else (*blank, *row) for row in event_rows(events, steps=steps)]
+        return table(f"what became of {name(row.name)} in the {word} run", headings, body)
 
     def _made(self, row: LeafRow) -> str:
         """How the first content of either side that differs came to be, else the first."""
@@ -203,3 +230,12 @@ class _Told:
 
     def _held(self, number: int, leaf: Leaf | None) -> str:
         return "" if leaf is None else content(self._traces[number], leaf.value)
+
+
+def _cells(texts: Sequence[str]) -> list[Node]:
+    """The parts of a leaf's line; spaces between them are for readers that see no columns."""
+    return [
+        node
+        for text, class_ in zip(texts, _COLUMNS, strict=True)
+        for node in (element("span", text, class_=class_), " ")
+    ]
