@@ -239,6 +239,28 @@ def test_a_sum_may_call_onednn(verbose: Verbose, marks: list[Mapping[str, Any]],
     assert len(marks[0]["ops"]) == 1
 
 
+def test_an_op_that_collecting_garbage_runs_inside_does_not_wait_forever(
+    verbose: Verbose, monkeypatch: pytest.MonkeyPatch
+):
+    """A finaliser of the program may run ops anywhere, also where an op is being noted."""
+    add = ObservedOps.add
+
+    def with_garbage(observed: ObservedOps, seq: int, *arguments: Any, **more: Any) -> None:
+        monkeypatch.setattr(ObservedOps, "add", add)
+        verbose.begin(2, "aten.mm.default")
+        verbose.end(2)
+        add(observed, seq, *arguments, **more)
+
+    monkeypatch.setattr(ObservedOps, "add", with_garbage)
+
+    verbose.begin(1, "aten.mm.default")
+    done = threading.Thread(target=verbose.end, args=(1,), daemon=True)
+    done.start()
+    done.join(20)
+
+    assert not done.is_alive()
+
+
 def test_ops_of_the_program_are_not_watched(tmp_path: Path):
     """Their kernels may be Python code that prints; nothing is said of what they call."""
     with torch.library._scoped_library("opdrift_verbose", "DEF") as library:
@@ -350,6 +372,21 @@ class TestNotCaptured:
 
         assert [each is not None for _, each in seen(trace)] == [True, False, True]
         assert "MKL verbose itself" in self.reason(trace)
+        assert capfd.readouterr().out.count("MKL_VERBOSE SGEMM") == 1
+
+    def test_a_function_of_torch_that_the_program_kept_works_after_the_recording(
+        self, verbose: Verbose, told: list[str], capfd: pytest.CaptureFixture[str]
+    ):
+        """It was replaced while the recording ran."""
+        kept = torch._C._verbose.mkl_set_verbose
+        verbose.close()
+
+        kept(1)
+        torch.mm(torch.ones(2, 2), torch.ones(2, 2))
+        kept(0)
+        torch.mm(torch.ones(2, 2), torch.ones(2, 2))
+
+        assert told == []
         assert capfd.readouterr().out.count("MKL_VERBOSE SGEMM") == 1
 
     def test_another_recording_watches_already(self, tmp_path: Path):

@@ -27,7 +27,8 @@ class ObservedOps:
     ) -> None:
         self._source = source
         self._write_mark = write_mark
-        self._lock = threading.Lock()
+        # reentrant, as collecting garbage may run ops of the program anywhere
+        self._lock = threading.RLock()
         self._begin()
 
     def _begin(self) -> None:

@@ -71,7 +71,8 @@ class Verbose:
     def __init__(self, ops: ObservedOps, stopped: Callable[[str], None]) -> None:
         self._ops = ops
         self._stopped = stopped
-        self._lock = threading.Lock()
+        # reentrant, as collecting garbage may run ops of the program anywhere
+        self._lock = threading.RLock()
         #: the ops that run now, and those of them that did not run alone
         self._running: dict[int, str] = {}
         self._together: set[int] = set()
@@ -79,7 +80,8 @@ class Verbose:
         self._is_on = False
         #: libraries that the program has made verbose itself
         self._theirs: set[str] = set()
-        self._gave_up = False
+        #: whether nothing is watched any more
+        self._over = False
         _refuse_variables()
         self._set = _setters()
         self._stdout = CStdout()
@@ -97,6 +99,7 @@ class Verbose:
         """Write what was noted, and leave everything as it was."""
         if self._is_on:  # an interrupt came before the end of an op
             self._off()
+        self._over = True
         self._stack.close()
         self._ops.write()
 
@@ -109,7 +112,7 @@ class Verbose:
                 self._running[seq] = name
                 if len(self._running) > 1:
                     self._together.update(self._running)
-                elif not self._theirs and not self._gave_up and name.startswith(_TORCHS):
+                elif not self._theirs and not self._over and name.startswith(_TORCHS):
                     self._on()
         except Exception as error:
             self._give_up(error)
@@ -129,7 +132,7 @@ class Verbose:
             return
         text = b"" if self._running else self._off()
         names, raw = self._calls(text) if text else ((), ())
-        if alone and names and name[5:].partition(".")[0].rstrip("_") in _SILENT:
+        if alone and names and name.split(".")[1].rstrip("_") in _SILENT:
             self._ops.forget()
             self._stop(
                 "another thread of the program calls oneDNN or MKL, and whose calls are whose cannot be told"
@@ -147,7 +150,7 @@ class Verbose:
 
     def _stop(self, why: str) -> None:
         """Watch no more."""
-        self._gave_up = True
+        self._over = True
         self._ops.refuse(why)
         self._stopped(why)
 
@@ -198,6 +201,7 @@ class Verbose:
             before = self._stdout.give_back()
         if before:
             self._stdout.put_back(before)
+        if _OURS.search(before):
             raise CannotWatchError("the program has made the CPU's libraries verbose itself")
         self._on()
         try:
@@ -235,6 +239,8 @@ class Verbose:
 
     def _give_way(self, library: str, level: Any) -> None:
         """The program sets the level of a library."""
+        if self._over:
+            return
         if not level:
             self._theirs.discard(library)
             return
