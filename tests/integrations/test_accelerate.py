@@ -337,6 +337,28 @@ def test_a_file_that_changes_under_the_model_is_found_with_the_element(tmp_path)
     assert "second.weight.dat" in finding.cause.summary
 
 
+def test_a_comparison_gives_the_move_that_went_wrong_as_the_cause(tmp_path, plain):
+    """Not that one run has an op more where it reads the file."""
+
+    def poked(name: str) -> Trace:
+        model = on_disk(tmp_path / name, Net())
+
+        def poke() -> None:
+            file = np.memmap(tmp_path / name / "second.weight.dat", np.float32, "r+", shape=(18,))
+            file[11] += 1
+            file.flush()
+
+        return recorded(tmp_path / f"{name}.trace", model, between=poke)
+
+    one, other = poked("one"), poked("other")
+
+    found = opdrift.diff(plain, one)
+    assert found.first is not None
+    assert found.first.cause.slug == "race"
+    assert found.first.cause.summary.startswith("in the right run, second.weight: the file")
+    assert opdrift.diff(one, other).verdict == "identical"
+
+
 def test_host_memory_that_changes_with_no_op_is_found(tmp_path):
     source = Net()
     weights = {name: tensor.detach() for name, tensor in source.state_dict().items()}

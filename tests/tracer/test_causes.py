@@ -1095,6 +1095,7 @@ OTHER_RULES = {
     "mask-leaf",
     "mask-on-one-side",
     "mask-written",
+    "moved",
     "padded-mask",
     "padded-positions",
     "position-counted",

@@ -113,6 +113,21 @@ def test_what_a_missing_weight_was_made_of_instead_is_said():
     ]
 
 
+def test_a_content_that_came_past_the_dispatcher_is_known_by_itself():
+    """Offloaded weights come back from files: who drew them is told by the values."""
+    build, drawn = Builder(), noise(4, 4)
+    made = build.op("empty", shape=(4, 4))
+    build.op("normal_", made, rng=1, content=drawn)
+    weight = build.leaf("layers.0.fc.weight", when="gather", content=drawn)
+    build.leaf("layers.0.fc.bias", content=WEIGHTS["layers.0.fc.bias"])
+    build.output(build.op("relu", weight))
+    wanted = {name: WEIGHTS[name] for name in ("layers.0.fc.weight", "layers.0.fc.bias")}
+
+    assert missing(build.build(), wanted) == [
+        ("layers.0.fc.weight", "drawn at random by aten.normal_")
+    ]
+
+
 def test_a_content_that_came_after_the_first_look_counts():
     """A model that is given to record() and loaded inside it was first seen with its random start."""
     build = Builder()

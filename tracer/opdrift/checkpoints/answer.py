@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from opdrift.checkpoints.model import Model, Own
 from opdrift.checkpoints.names import Renaming, match
 from opdrift.checkpoints.parts import made_of
@@ -107,6 +109,7 @@ class _Matching:
     """One checkpoint and one trace."""
 
     def __init__(self, trace: Trace, model: Model, checkpoint: StoredCheckpoint) -> None:
+        self._trace = trace
         self._model = model
         self._checkpoint = checkpoint
         self._lineage = Lineage(trace)
@@ -232,8 +235,20 @@ class _Matching:
                 missing.append(Missing(tensor.name, own.name, self._origin(own)))
         return missing, unknown
 
+    def _first_with(self, own: Own) -> int:
+        """The first value with a parameter's content: it may have come past the dispatcher, from a file say."""
+        values, prints = self._trace.values, self._trace.fingerprints
+        raw = prints.raw[np.maximum(values.fingerprint, 0)]
+        for value in np.flatnonzero((values.fingerprint >= 0) & (raw == own.keys[0][0])).tolist():
+            content = self._trace.fingerprint(value)
+            if content is not None and content.key == own.keys[0] and not own.constant:
+                return int(value)
+        return own.value
+
     def _origin(self, own: Own) -> str | None:
         found = self._lineage.of(own.value)
+        if found.kind in ("leaf", "copied") and found.root_name in (None, own.name):
+            found = self._lineage.of(self._first_with(own))
         op = found.first_op or found.op
         if found.kind == "drawn" and op is not None:
             return f"drawn at random by {short_name(op)}"

@@ -73,6 +73,8 @@ def read(paths: Iterable[Path], *, dtypes: Iterable[str]) -> StoredCheckpoint:
 
 
 def _read(path: Path, dtypes: list[str]) -> tuple[str | None, list[StoredTensor]]:
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist.")
     casts = [word for dtype in dtypes for word in ("--as", dtype)]
     done = subprocess.run(
         [sys.executable, "-P", "-m", _READER, *casts, "--", str(path)],
