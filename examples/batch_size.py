@@ -129,7 +129,11 @@ def run(sizes: Sizes, batch: int, dtype: torch.dtype, trace: Path) -> Tensor:
     model = Decoder(sizes).eval().to(dtype)
     tokens = torch.randint(sizes.vocabulary, (MOST, sizes.length))[:batch]
     recording = opdrift.record(
-        trace, model=model, batch=opdrift.Batch(batch), label=f"batch of {batch}"
+        trace,
+        model=model,
+        batch=opdrift.Batch(batch),
+        kernels="full",  # what MKL and oneDNN say of each op: routine, sizes, threads
+        label=f"batch of {batch}",
     )
     with torch.no_grad(), recording:
         logits: Tensor = model(tokens)[:1].clone()
