@@ -15,7 +15,7 @@ from opdrift.causes.evidence import some
 from opdrift.causes.nondeterministic import NONDETERMINISTIC
 from opdrift.compare import number
 from opdrift.diagnose import diff
-from opdrift.records import Cause, Diagnosis
+from opdrift.records import PENDING, READ_IN_FLIGHT, Cause, Diagnosis
 from opdrift.testing import Builder
 from opdrift.tracefile.reader import Trace
 
@@ -1103,15 +1103,20 @@ OTHER_RULES = {
     "reshaped",
     "unseen-kernel",
     "unseen-write",
+    "race-in-flight",
     "weights-exchanged",
     "weights-retied",
     "weights-written",
 }
 
 
+#: Told of the ranks of a run (`opdrift.world`, `opdrift.diagnose.by_rank`), not asked of an origin.
+OF_RANKS = {"collective", "other-rank", "rank-ended", "replica"}
+
+
 def slugs() -> set[str]:
     """Every slug that a cause can have."""
-    return set(CAUSES) - OTHER_RULES
+    return set(CAUSES) - OTHER_RULES | OF_RANKS
 
 
 @pytest.mark.parametrize("slug", sorted(slugs()))
@@ -1166,3 +1171,32 @@ def test_long_lists_are_cut():
     """A few names, and how many more."""
     assert some(list("abcdef"), 2) == "a, b and 4 more"
     assert some(["a"]) == "a"
+
+
+def reduced(*, early: bool) -> Run:
+    """A sum over ranks that is read before it is done, or after."""
+
+    def body(build: Builder) -> int:
+        x = build.op("c10d.allreduce_.default", build.leaf("x", kind="input"), flags=PENDING)
+        with build.scope("fc"):
+            return build.op(
+                "mul", x, change="*" if early else "", flags=READ_IN_FLIGHT if early else 0
+            )
+
+    return body
+
+
+def test_what_was_read_before_it_was_there_is_a_race():
+    """A run with every wait in place stands beside it: the kernel is not to blame."""
+    found = cause(run(reduced(early=True)), run(reduced(early=False)))
+
+    assert (found.slug, found.confidence) == ("race", "certain")
+    assert says(found, "left: op 1 (c10d.allreduce_.default) was not waited for", "it was not done")
+
+
+def test_another_result_of_what_was_waited_for_is_no_race():
+    def body(build: Builder) -> int:
+        x = build.op("c10d.allreduce_.default", build.leaf("x", kind="input"), flags=PENDING)
+        return build.op("mul", x, change="*")
+
+    assert cause(run(reduced(early=False)), run(body)).slug != "race"

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from opdrift.findings import findings
+from opdrift.records import PENDING, READ_IN_FLIGHT
 from opdrift.testing import Builder, trace
 
 
@@ -193,3 +194,34 @@ def test_findings_say_their_step_and_come_in_order():
     build.mark("step")
     build.op("sub.Tensor", x, x, content=array(math.nan, 0))
     assert [(f.seq, f.step) for f in findings([build.build()])] == [(2, 7), (3, 2)]
+
+
+# ---- results that are still under way ------------------------------------------------------------------
+
+
+def reads_early(*, done):
+    """An op reads what an asynchronous collective writes, before or after it is done."""
+    build = Builder()
+    x = build.leaf("x", kind="input")
+    x = build.op("c10d.allreduce_.default", x, flags=PENDING, source=("train.py", 3, "step"))
+    for _ in range(2):
+        with build.scope("fc"):
+            build.op("mul", x, flags=0 if done else READ_IN_FLIGHT)
+    return build.build()
+
+
+def test_the_first_reader_of_what_is_still_being_filled_is_a_race():
+    (found,) = findings([reads_early(done=False)])
+
+    assert (found.kind, found.cause.slug, found.op, found.module, found.seq) == (
+        "race",
+        "race",
+        "aten.mul.default",
+        "fc",
+        2,
+    )
+    assert "c10d.allreduce_.default (op 1 at train.py:3 in step)" in found.cause.evidence[0]
+
+
+def test_a_reader_of_a_result_that_is_there_is_no_race():
+    assert places(reads_early(done=True)) == []

@@ -207,3 +207,47 @@ def test_finding_the_selection_changes_nothing():
     use(aten.masked_fill_.Scalar, x, x > 0, 5.0).selection()
 
     assert x.tolist() == [1.0, 1.0, 1.0]
+
+
+# ---- what is under way -----------------------------------------------------------------------------------
+
+
+class _Work:
+    """Stands for a collective: whether it is completed, and whether its future is done."""
+
+    def __init__(self, *, completed: bool, done: bool | None) -> None:
+        self._completed = completed
+        if done is not None:
+            self.get_future = lambda: self
+        self.done = lambda: done
+
+    def wait(self) -> None:
+        self._completed = True
+
+    def is_completed(self) -> bool:
+        return self._completed
+
+
+@pytest.mark.parametrize(
+    ("work", "readable", "wanted"),
+    [
+        (_Work(completed=False, done=False), True, True),
+        (_Work(completed=False, done=None), True, True),  # a copy has no future
+        (_Work(completed=False, done=True), True, False),  # C++ waits for the future
+        (_Work(completed=True, done=True), True, False),
+        (_Work(completed=False, done=False), False, False),  # reduce_scatter: nothing tells
+        (None, True, False),
+    ],
+)
+def test_only_what_is_surely_not_there_yet_is_under_way(
+    work: _Work | None, readable: bool, wanted: bool
+):
+    assert InFlight(work, readable=readable).is_under_way() is wanted
+
+
+def test_what_was_waited_for_is_done():
+    in_flight = InFlight(_Work(completed=False, done=False), readable=True)
+
+    in_flight.wait()
+
+    assert (in_flight.is_done(), in_flight.is_under_way()) == (True, False)

@@ -60,5 +60,6 @@ def test_the_trace_says_what_was_asked_for(tmp_path: Path):
     assert opdrift.load(tmp_path / "a.trace").header.options == {
         "kernels": "auto",
         "integrity": "off",
+        "synchronised": False,
         "batch": {"size": 2, "lengths": [3, 4], "pad_side": "right"},
     }

@@ -17,9 +17,10 @@ from opdrift.tracefile.opening import rank_folders
 from opdrift.world import World
 
 START = """
-    import os, signal, sys, warnings, torch, opdrift
+    import os, signal, sys, time, warnings, torch, opdrift
     import torch.distributed as dist
     from datetime import timedelta
+    from pathlib import Path
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
     warnings.simplefilter("ignore")  # torch 2.13 renames collectives
@@ -74,6 +75,29 @@ RUNS = (
     z = torch.ones(8)
     with opdrift.record("reduction.trace"):
         dist.all_reduce(z, op=dist.ReduceOp.SUM if rank else dist.ReduceOp.MAX)
+
+    read = Path("read")
+    x = torch.full((4_000_000,), rank + 1.0)
+    with opdrift.record("race.trace"):
+        while rank == 1 and not read.exists():  # rank 0 reads before this rank has given anything
+            time.sleep(0.01)
+        work = dist.all_reduce(x, async_op=True)
+        x * 2
+        read.touch()
+        work.wait()
+    os.environ["OPDRIFT_SYNCHRONISED"] = "1"
+    x, part = torch.full((4_000_000,), rank + 1.0), torch.zeros(2_000_000)
+    functional = torch.distributed._functional_collectives
+    with opdrift.record("waited.trace"):
+        work = dist.all_reduce(x, async_op=True)
+        early = [x * 2]
+        work.wait()
+        work = dist.reduce_scatter_tensor(part, x.clone(), async_op=True)
+        early.append(part * 1)
+        work.wait()
+        early.append(functional.all_reduce(torch.ones(3), "sum", other) * 3)
+    assert all(bool((each == 6).all()) for each in early), early
+    os.environ["OPDRIFT_SYNCHRONISED"] = "0"
 
     with opdrift.record("killed.trace"):
         dist.all_reduce(torch.ones(8))
@@ -179,6 +203,23 @@ def test_what_no_library_raises_an_error_for_is_found(runs: Path, about: str):
 
     assert found.cause.slug == "collective"
     assert f"do not agree about the {about} of collective 1 of group 0" in found.cause.summary
+
+
+@pytest.mark.slow
+def test_a_result_that_is_read_before_it_is_there_is_a_race(runs: Path):
+    """Rank 0 read before rank 1 had given anything; what rank 1 read may or may not have been there."""
+    found = [finding for finding in found_in(runs / "race.trace") if finding.rank == 0]
+
+    assert [(f.kind, f.cause.slug, f.op) for f in found] == [("race", "race", "aten.mul.Tensor")]
+
+
+@pytest.mark.slow
+def test_a_synchronised_run_has_every_wait_in_place(runs: Path):
+    """The same reads, early, of complete results: the program itself checks the numbers."""
+    trace = opdrift.load(runs / "waited.trace", rank=0)
+
+    assert trace.header.options["synchronised"] is True
+    assert found_in(runs / "waited.trace") == []
 
 
 @pytest.mark.slow

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 
+from opdrift.neutral import Work, silent
 from opdrift.plans import Plan
 
 if TYPE_CHECKING:
@@ -49,6 +52,8 @@ _FUNCTIONAL: Final = {
 }
 #: Names of a reduction, as `torch.distributed.ReduceOp` has them.
 _REDUCTIONS: Final = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+#: Seconds between two looks at a collective that is under way.
+_PATIENCE: Final = 50e-6
 #: More tensors than these are summed up: their number of elements counts.
 _MOST_TENSORS: Final = 8
 
@@ -62,13 +67,19 @@ class Collectives:
     Args:
         announce: Writes a mark that is on disk when this returns: (thread buffers, kind, fields).
         sources: Source lines.
+        synchronised: Everything that a program may leave under way is waited for where it is issued.
     """
 
     def __init__(
-        self, announce: Callable[[Any, str, Mapping[str, Any]], None], sources: Sources
+        self,
+        announce: Callable[[Any, str, Mapping[str, Any]], None],
+        sources: Sources,
+        *,
+        synchronised: bool,
     ) -> None:
         self._announce = announce
         self._sources = sources
+        self.synchronised = synchronised
 
     def issue(
         self,
@@ -100,6 +111,40 @@ class Collectives:
         if found is not None:
             fields = {"op": plan.name, **found, "source": self._sources.in_words(frame)}
             self._announce(t, "collective", fields)
+
+    def after(self, plan: Plan, out: Any) -> None:
+        """Let a functional collective arrive before the program goes on, in a synchronised run.
+
+        A second wait for one does nothing: the first takes it off torch's list.
+        """
+        if self.synchronised and plan.deferred and isinstance(out, Tensor):
+            with silent(), contextlib.suppress(RuntimeError):  # the program's own wait raises it
+                torch.ops._c10d_functional.wait_tensor(out)
+
+    def settled(self, work: Work, *, readable: bool) -> bool:
+        """In a synchronised run, wait for a collective that the program may leave under way; else False.
+
+        Args:
+            work: The collective's.
+            readable: `is_completed()` tells when its output is there. To wait for such a one twice may hang on gloo;
+                of the others a second wait writes the same result again (notes: integrity I1).
+        """
+        if not self.synchronised:
+            return False
+        if not readable:
+            return waited(work)
+        while not work.is_completed():
+            time.sleep(_PATIENCE)
+        return True
+
+
+def waited(work: Work) -> bool:
+    """Whether a collective came to a good end; what ended it the program is told when it waits itself."""
+    try:
+        work.wait()
+    except RuntimeError:
+        return False
+    return True
 
 
 def takes_part(plan: Plan) -> bool:

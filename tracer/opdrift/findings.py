@@ -12,6 +12,7 @@ from opdrift.checkpoints import dropped
 from opdrift.gathers import gather_findings
 from opdrift.moves import moves
 from opdrift.overwritten import overwritten
+from opdrift.races import races
 from opdrift.records import READ_UNINITIALISED, Cause, Finding, Leaf, TensorArgument
 from opdrift.steps import Steps
 from opdrift.tracefile.columns import Ints
@@ -39,6 +40,7 @@ def _of_one(trace: Trace) -> Iterator[Finding]:
     yield from _nonfinite(trace, steps)
     yield from moves(trace, steps.at)
     yield from overwritten(trace, steps.at)
+    yield from races(trace, steps.at)
     yield from dropped(trace, steps.at)
 
 

@@ -32,11 +32,10 @@ from opdrift.choices import (
     switches,
     why_not_fast,
 )
-from opdrift.collectives import Collectives, takes_part
+from opdrift.collectives import Collectives, takes_part, waited
 from opdrift.memory import InFlight, Use, under_way
 from opdrift.neutral import (
     DispatchKeys,
-    Work,
     filled_parts,
     has_complex,
     hide_from_dynamo,
@@ -279,13 +278,9 @@ class RecordingMode(TorchDispatchMode):
         started = now()
         try:
             if self.watches:
-                if plan.joins:
-                    self._announce(t, plan, args, kwargs or _NO_ARGUMENTS, frame)
-                out = self._watched(seq, plan, args, kwargs or _NO_ARGUMENTS)
+                out = self._watched(seq, plan, args, kwargs or _NO_ARGUMENTS, frame)
             elif plan.repair or signature in self._complex:
-                if plan.joins:
-                    self._announce(t, plan, args, kwargs or _NO_ARGUMENTS, frame)
-                out = run(plan, args, kwargs or _NO_ARGUMENTS, self._keys)
+                out = self._run(plan, args, kwargs or _NO_ARGUMENTS, frame)
             elif kwargs:
                 out = plan.call(*args, **kwargs)
             else:
@@ -347,14 +342,33 @@ class RecordingMode(TorchDispatchMode):
             self._follow(self._batches, t, plan, signature, args, kwargs or _NO_ARGUMENTS, out)
         return out
 
+    def _run(
+        self, plan: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any], frame: FrameType
+    ) -> Any:
+        """Run an op that needs a repair; a collective is on disk before it is issued."""
+        if not plan.joins:
+            return run(plan, args, kwargs, self._keys)
+        try:
+            self._collectives.issue(self._thread(), plan, args, kwargs, frame)
+        except Exception as error:
+            self._failed(f"announcing {plan.name}", error)
+        out = run(plan, args, kwargs, self._keys)
+        self._collectives.after(plan, out)
+        return out
+
     def _watched(
-        self, seq: int, plan: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self,
+        seq: int,
+        plan: Plan,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        frame: FrameType,
     ) -> Any:
         """Run an op while others look on."""
         try:
             for watch in self.watches:
                 watch.begin(seq, plan.name)
-            return run(plan, args, kwargs, self._keys)
+            return self._run(plan, args, kwargs, frame)
         finally:
             for watch in reversed(self.watches):
                 watch.end(seq)
@@ -399,20 +413,6 @@ class RecordingMode(TorchDispatchMode):
         if seeded is not None:
             self._write_mark(t, "seed", seeded)
         return digest_before(args, kwargs)
-
-    def _announce(
-        self,
-        t: ThreadBuffers,
-        plan: Plan,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        frame: FrameType,
-    ) -> None:
-        """Put a collective on disk before it is issued."""
-        try:
-            self._collectives.issue(t, plan, args, kwargs, frame)
-        except Exception as error:
-            self._failed(f"announcing {plan.name}", error)
 
     def _follow(
         self,
@@ -610,7 +610,7 @@ class RecordingMode(TorchDispatchMode):
 
     def _copied(self, t: ThreadBuffers, use: Use, out: Tensor, outputs: list[int]) -> int:
         """What a copy returned, which may not have arrived yet if it comes from a device."""
-        in_flight = None if use.plan.writes else under_way(use, out)
+        in_flight = None if use.plan.writes else self._under_way(use, out)
         if in_flight is not None:
             self._values.arriving(t, out, outputs, in_flight)
             return PENDING | UNFINGERPRINTED
@@ -626,9 +626,17 @@ class RecordingMode(TorchDispatchMode):
                 strided.append(tensor)
             except (RuntimeError, NotImplementedError):
                 strided.extend(parts(tensor))
-        in_flight = under_way(use, strided[0]) if use.plan.copies and strided else None
+        in_flight = self._under_way(use, strided[0]) if use.plan.copies and strided else None
         self._values.written(t, strided, outputs, use=use, in_flight=in_flight)
         return 0 if in_flight is None else PENDING | UNFINGERPRINTED
+
+    def _under_way(self, use: Use, target: Tensor) -> InFlight | None:
+        """As `under_way`; where everything is waited for at once, so is this."""
+        found = under_way(use, target)
+        if found is not None and self._collectives.synchronised:
+            found.wait()
+            return None
+        return found
 
     def _collective(self, t: ThreadBuffers, use: Use, out: Any, outputs: list[int]) -> int:
         """A collective's output is not there when the mode regains control (H1).
@@ -638,13 +646,16 @@ class RecordingMode(TorchDispatchMode):
         """
         work = work_of(out)
         tensors = written_tensors(*use)
+        readable = "reduce_scatter" not in use.plan.name and use.plan.waits
         if work is None or (use.plan.waits and is_synchronous(*use)):
-            if work is None or _waited(work):
+            if work is None or waited(work):
                 self._values.written(t, tensors, outputs)
                 return 0
             self._values.written(t, tensors, outputs, in_flight=InFlight(None, readable=False))
             return PENDING | UNFINGERPRINTED
-        readable = "reduce_scatter" not in use.plan.name and use.plan.waits
+        if use.plan.waits and self._collectives.settled(work, readable=readable):
+            self._values.written(t, tensors, outputs)
+            return 0
         self._values.written(t, tensors, outputs, in_flight=InFlight(work, readable=readable))
         return PENDING | UNFINGERPRINTED
 
@@ -706,15 +717,6 @@ class RecordingMode(TorchDispatchMode):
         if isinstance(a, list | tuple):
             return [self._encode(item) for item in a]
         return encode(a)
-
-
-def _waited(work: Work) -> bool:
-    """Whether a collective came to a good end; what ended it the program is told when it waits itself."""
-    try:
-        work.wait()
-    except RuntimeError:
-        return False
-    return True
 
 
 def add_literal(key: list[Any], a: Any, kind: type) -> bool:

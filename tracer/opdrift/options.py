@@ -20,9 +20,13 @@ Effort = Literal["auto", "full", "off"]
 _EFFORTS: Final = ("auto", "full", "off")
 
 
+#: Environment variable: wait at once for what programs leave under way (docs/sharding.md, Races).
+SYNCHRONISED: Final = "OPDRIFT_SYNCHRONISED"
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The checked arguments of `record`; `integrations` is None for "auto"."""
+    """The checked arguments of `record`, `integrations` is None for "auto"; and `synchronised`, from the environment."""
 
     path: Path
     models: Mapping[str, Module]
@@ -33,6 +37,7 @@ class Options:
     integrity: Effort
     label: str
     overwrite: bool
+    synchronised: bool
 
     def described(self) -> dict[str, Any]:
         """The part that the trace's header keeps."""
@@ -40,6 +45,7 @@ class Options:
         return {
             "kernels": self.kernels,
             "integrity": self.integrity,
+            "synchronised": self.synchronised,
             "batch": None
             if batch is None
             else {"size": batch.size, "lengths": batch.lengths, "pad_side": batch.pad_side},
@@ -81,6 +87,7 @@ def check_options(
         integrity=_effort("integrity", integrity),
         label=label,
         overwrite=overwrite,
+        synchronised=os.environ.get(SYNCHRONISED, "") not in ("", "0"),
     )
 
 

@@ -197,7 +197,9 @@ class Recorder:
             write_mark=spool.mark,
             flush=spool.flush,
             failed=self._failed,
-            collectives=Collectives(spool.announce, self._sources),
+            collectives=Collectives(
+                spool.announce, self._sources, synchronised=self._options.synchronised
+            ),
             batches=self._batches,
         )
         self._mode.use_keys(dispatch_keys())

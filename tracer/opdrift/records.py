@@ -30,6 +30,9 @@ GRAD_ENABLED: Final = 64  #: autograd was recording
 REREAD: Final = 128  #: an input's content was read again at use
 OPERAND_GRAD: Final = 256  #: of an attention op: its query, key or value requires grad
 MASK_GRAD: Final = 512  #: of an attention op, its mask requires grad; of an `add`, what is added
+READ_IN_FLIGHT: Final = (
+    1024  #: the op read host memory that a collective or a copy was still filling
+)
 
 #: What the op of a compiled region is called, before its pass: `compiled.region.forward`.
 COMPILED_REGION: Final = "compiled.region"

@@ -19,7 +19,7 @@ from torch import Tensor
 from opdrift.buffers import FINGERPRINTS, VALUE, VALUE_BYTES, VALUES
 from opdrift.fingerprint.tensors import MANY, without_repeats
 from opdrift.memory import Generated, InFlight, Unwritten
-from opdrift.records import COMPILED, READ_UNINITIALISED, REREAD
+from opdrift.records import COMPILED, READ_IN_FLIGHT, READ_UNINITIALISED, REREAD
 from opdrift.rereading import Rereading
 from opdrift.storages import (
     MAX_LAYOUTS,
@@ -406,6 +406,9 @@ class Values:
         if isinstance(special, Generated):
             return self._generated(t, tensor, state, entry, flags)
         if isinstance(special, InFlight):
+            # on a device the program may have ordered streams, which nobody can see from here
+            if tensor.is_cpu and special.is_under_way():
+                return entry, flags | READ_IN_FLIGHT
             self.show(t, tensor, state, entry[0], key_of(tensor))
             return entry, flags
         if not isinstance(special, Unwritten) or not is_readable(tensor):
