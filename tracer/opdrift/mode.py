@@ -292,7 +292,7 @@ class RecordingMode(TorchDispatchMode):
                 self._cut_short(t, plan, ids, len(ids), 0, *row, flags | RAISED)
                 raise
         if repaired is not None:  # outside the handler, so that an error of the op has no context
-            out = self._watched(seq, plan, repaired, kwargs or _NO_ARGUMENTS)
+            out = self._watched(seq, plan, repaired, kwargs or _NO_ARGUMENTS, frame)
         ended = now()
 
         ins = len(ids)
