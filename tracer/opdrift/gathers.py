@@ -322,11 +322,25 @@ def _writers(trace: Trace, name: str, mark: Mark) -> list[Op]:
     ]  # fmt: skip
     if not rows:
         return []
-    storage, since = int(trace.values.storage[rows[-1].value]), rows[-1].seq
+    # the storage is the same at every gather
+    storage, since = int(trace.values.storage[rows[-1].value]), _gathered_at(trace, mark)
     outputs = trace.ops.outputs
     into = outputs.rows()[trace.values.storage[outputs.values] == storage]
     into = np.unique(into[(trace.ops.seq[into] > since) & (trace.ops.seq[into] <= mark.seq)])
     return [op for op in map(trace.op, into.tolist()) if op.mutated]
+
+
+def _gathered_at(trace: Trace, mark: Mark) -> int:
+    """The op after which what is given back was gathered last."""
+    key = mark.fields.get("unit"), mark.fields.get("buffer")
+    seqs = [
+        each.seq
+        for each in trace.marks
+        if each.kind == "gather"
+        and each.seq <= mark.seq
+        and (each.fields.get("unit"), each.fields.get("buffer")) == key
+    ]
+    return max(seqs, default=0)
 
 
 def _line(op: Op) -> str:

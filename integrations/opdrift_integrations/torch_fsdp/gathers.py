@@ -92,6 +92,8 @@ class Unit:
     #: Each parameter as it was gathered, and this rank's pieces.
     wholes: Digests = field(default_factory=list)
     arrived: Digests = field(default_factory=list)
+    #: Each parameter as it was when the trace was last told its name.
+    called: Digests = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Cut the buffer."""
@@ -246,12 +248,13 @@ class Follower:
         self._told("use", unit, memory, phase, ranks, **self._checked(unit, mine))
 
     def _arrived(self, unit: Unit, memory: Memory) -> Digests:
-        """Name what the model computes with, and learn what it is; the digest of each piece."""
-        if unit.path is not None:
-            self.name_parameters(unit, memory)
+        """Learn what the model computes with, and name it if that is new; the digest of each piece."""
         found = [self.recorder.digest(memory.full(piece)) for piece in unit.pieces]
         parts = [piece.part for piece in unit.pieces]
         unit.wholes = _joined_by(found, parts, len(unit.buffer.parts))
+        if unit.path is not None and not _alike(unit.wholes, unit.called):
+            self.name_parameters(unit, memory)
+            unit.called = unit.wholes
         unit.arrived = [
             digest
             for piece, digest in zip(unit.pieces, found, strict=True)

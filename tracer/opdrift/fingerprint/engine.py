@@ -69,8 +69,19 @@ class Engine:
 
     def digest(self, tensor: Tensor) -> tuple[int, int, int]:
         """Hash, components and component code (`tfp1.Code`) of a tensor that `can_fingerprint` calls readable."""
-        ready = self.plain(tensor)
-        n, kind = ready.numel(), self.kinds[ready.dtype]
+        kind = self.kinds.get(tensor.dtype)
+        ready = tensor
+        if (
+            kind is None
+            or not tensor.is_cpu
+            or not tensor.is_contiguous()
+            or tensor.is_neg()
+            or tensor.is_conj()
+            or tensor._is_zerotensor()
+        ):
+            ready = self.plain(tensor)
+            kind = self.kinds[ready.dtype]
+        n = ready.numel()
         code = Code.FP8 if kind >= FIRST_FP8_KIND else kind
         return self.raw(ready.data_ptr(), n, kind), n, int(code)
 
