@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Final
 
-from opdrift.picks.libraries import Get, onednn_takes
+from opdrift.picks.libraries import Get, onednn_on, onednn_takes
 from opdrift.records import Argument, Op, Pick, TensorMeta
 
 #: oneDNN takes a single image from more elements than this on.
@@ -63,8 +63,9 @@ def _onednn(
     image: TensorMeta, weight: TensorMeta, arguments: Mapping[str, Argument], flag: Get
 ) -> tuple[bool, str] | None:
     """Whether oneDNN takes it, and why; None if that is not known."""
-    if not flag("mkldnn.enabled", True):
-        return False, "oneDNN is switched off"
+    enabled = onednn_on(flag)
+    if not enabled:
+        return None if enabled is None else (False, "oneDNN is switched off")
     stride = numbers(arguments.get("stride")) or (1,)
     output_padding = numbers(arguments.get("output_padding"))
     if arguments.get("transposed") is True and any(
@@ -78,7 +79,10 @@ def _onednn(
         return takes, f"always for {image.dtype}" if takes else f"oneDNN has no {image.dtype} here"
     if image.dtype != "float32":
         return False, f"oneDNN does not take {image.dtype}"
-    why = _float32(image, weight, arguments, int(flag("num_threads", 1)))
+    threads = flag("num_threads", 1)
+    if not isinstance(threads, int):
+        return None
+    why = _float32(image, weight, arguments, threads)
     return (False, "one small image") if why is None else (True, why)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from opdrift.picks.convolution import convolution, convolution_backward
-from opdrift.picks.libraries import Get, lowered, onednn_takes
+from opdrift.picks.libraries import Get, lowered, onednn_on, onednn_takes
 from opdrift.picks.quantised import (
     bags,
     integers,
@@ -223,12 +223,9 @@ def _lstm(
     dtype = metas[0].dtype
     if 0 in metas[0].shape:
         return None
-    takes = dtype == "float32" and bool(flag("mkldnn.enabled", True))
-    if dtype != "float32":
-        known = onednn_takes(dtype, flag, "rnn")
-        if known is None:
-            return None
-        takes = known
+    takes = onednn_on(flag) if dtype == "float32" else onednn_takes(dtype, flag, "rnn")
+    if takes is None:
+        return None
     if takes:
         return Pick(f"{op.name}: rnn", "oneDNN", None, f"LSTM of {dtype}")
     return Pick(f"{op.name}: products and own cells", "ATen", None, f"oneDNN does not take {dtype}")
@@ -256,12 +253,12 @@ def _gelu(
     op: Op, metas: list[TensorMeta], arguments: Mapping[str, Argument], flag: Get
 ) -> Pick | None:
     """`use_mkldnn` in aten/src/ATen/native/Activation.cpp."""
-    image = metas[0]
-    takes = True if image.dtype == "float32" else onednn_takes(image.dtype, flag, "matmul")
-    if takes is None:
+    image, enabled = metas[0], onednn_on(flag)
+    takes = enabled if image.dtype == "float32" else onednn_takes(image.dtype, flag, "matmul")
+    if takes is None or enabled is None:
         return None
     why = None
-    if not flag("mkldnn.enabled", True):
+    if not enabled:
         why = "oneDNN is switched off"
     elif not takes:
         why = f"oneDNN does not take {image.dtype}"

@@ -6,10 +6,16 @@ from typing import Final, Literal
 
 from opdrift.picks.settings import Get
 
-__all__ = ["Get", "lowered", "onednn_takes"]
+__all__ = ["Get", "lowered", "onednn_on", "onednn_takes"]
 
 #: Type of 16 bits -> the flag that says whether torch hands it to oneDNN on this CPU.
 _SUPPORTED: Final = {"bfloat16": "cpu.onednn_bf16", "float16": "cpu.onednn_fp16"}
+
+
+def onednn_on(flag: Get) -> bool | None:
+    """Whether torch may use oneDNN, which it does unless it is told not to; None if the flag could not be read."""
+    enabled = flag("mkldnn.enabled", True)
+    return enabled if isinstance(enabled, bool) else None
 
 
 def onednn_takes(dtype: str, flag: Get, kind: Literal["matmul", "conv", "rnn"]) -> bool | None:
@@ -19,8 +25,9 @@ def onednn_takes(dtype: str, flag: Get, kind: Literal["matmul", "conv", "rnn"]) 
     operands: to bfloat16 on CPUs with units for that, to TF32 on those with AMX-FP16
     (`use_mkldnn_bf32_matmul` and `use_mkldnn_tf32_matmul` in aten/src/ATen/native/mkldnn/Matmul.cpp).
     """
-    if not flag("mkldnn.enabled", True):
-        return False
+    enabled = onednn_on(flag)
+    if not enabled:
+        return enabled
     if dtype in _SUPPORTED:
         return _supports(dtype, flag)
     if dtype != "float32":

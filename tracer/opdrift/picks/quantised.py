@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Final
 
-from opdrift.picks.libraries import Get, onednn_takes
+from opdrift.picks.libraries import Get, onednn_on, onednn_takes
 from opdrift.records import Argument, Op, Pick, TensorMeta
 
 #: `torch.backends.quantized.engine` -> the library of a product of quantised numbers.
@@ -25,7 +25,10 @@ def integers(
     op: Op, metas: list[TensorMeta], arguments: Mapping[str, Argument], flag: Get
 ) -> Pick | None:
     """`_int_mm`."""
-    if not flag("mkldnn.enabled", True):
+    enabled = onednn_on(flag)
+    if enabled is None:
+        return None
+    if not enabled:
         return Pick(f"{op.name}: own loop", "ATen", None, "oneDNN is switched off")
     return Pick(f"{op.name}: gemm_s8s8s32", "oneDNN", None, "products of int8 with int32 sums")
 
@@ -36,8 +39,10 @@ def scaled(
     """`_scaled_mm`: operands of float8, each with a scale (`_scaled_mm_cpu` in aten/src/ATen/native/Blas.cpp)."""
     if len(metas) < 4 or any(0 in m.shape for m in metas):
         return None
-    dtype, scales = metas[0].dtype, metas[2:4]
-    if not flag("mkldnn.enabled", True):
+    dtype, scales, enabled = metas[0].dtype, metas[2:4], onednn_on(flag)
+    if enabled is None:
+        return None
+    if not enabled:
         return Pick(f"{op.name}: SGEMM", "MKL", None, f"{dtype} as float32: oneDNN is switched off")
     if any(math.prod(m.shape) > 1 for m in scales):
         if onednn_takes("float32", flag, "matmul") is not False:
