@@ -145,7 +145,7 @@ class Timelines:
             if what is None or leaf.kind not in STARTS:
                 continue
             storage = int(self.trace.values.storage[leaf.value])
-            if seen is not None and storage != seen and what in ("named", "end"):
+            if seen is not None and storage != seen and what == "named":
                 what = "named" if leaf.when == "gather" else "data"
             seen = storage
             module = self.trace.calls[leaf.call].path

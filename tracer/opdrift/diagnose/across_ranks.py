@@ -11,7 +11,7 @@ from typing import Final
 from opdrift.compare import Difference, difference
 from opdrift.diagnose.surroundings import environment_of, summary_of
 from opdrift.errors import IncomparableTracesError
-from opdrift.findings import findings
+from opdrift.gathers import gather_findings
 from opdrift.records import (
     ACROSS_RANKS,
     Alignment,
@@ -135,9 +135,8 @@ class _Check:
             yield self._of_result(wrong)
         for disagreement in self.world.disagreements:
             yield self._of_disagreement(disagreement)
-        for finding in findings(self.world.traces.values()):
-            if finding.kind == "gather":
-                yield self._of_gather(finding)
+        for finding in gather_findings(list(self.world.traces.values())):
+            yield self._of_gather(finding)
 
     def notes(self, ended: Sequence[int]) -> Iterator[str]:
         """What could not be judged, and what differs by right."""

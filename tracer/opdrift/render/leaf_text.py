@@ -13,6 +13,7 @@ from opdrift.render.trace_text import content
 from opdrift.render.words import count, name, plural, readable
 from opdrift.timeline import Timelines
 from opdrift.tracefile.reader import Trace
+from opdrift.world.replicas import sharded
 
 
 def leaf_report(
@@ -37,13 +38,23 @@ def leaf_report(
             page.line()
         title = name(leaf_name) if leaf_name else "a leaf without a name"
         page.line(f"{title}  {kind} {trace.meta(seen[0].value)}", "strong", hang=2)
-        page.field("content", [_sighting(trace, leaf) for leaf in seen])
-        page.field("made", _origins(lineage, seen))
+        page.field("content", _few([_sighting(trace, leaf) for leaf in seen]))
+        page.field("made", _few(_origins(lineage, seen)))
         if kind in ("parameter", "buffer"):
             if others:
-                page.field("ranks", [_between_ranks([trace, *others], leaf_name)])
+                traces = [trace, *others]
+                split = any(leaf_name in sharded(each) for each in traces)
+                said = "each holds a part" if split else _between_ranks(traces, leaf_name)
+                page.field("ranks", [said])
             timeline(page, lines.of(leaf_name, seen))
     return page.render()
+
+
+def _few(lines: list[str]) -> list[str]:
+    """The first and the last of many lines; the timeline below, or JSON, has all."""
+    if len(lines) <= 2 * _SHOWN:
+        return lines
+    return [*lines[:_SHOWN], f"... {count(len(lines) - 2 * _SHOWN)} more", *lines[-_SHOWN:]]
 
 
 def _between_ranks(traces: Sequence[Trace], leaf_name: str) -> str:
@@ -82,6 +93,8 @@ def _origins(lineage: Lineage, seen: Sequence[Leaf]) -> list[str]:
     return lines
 
 
+#: Of more contents than twice this, so many at each end are shown.
+_SHOWN: Final = 4
 #: Leaves that a model holds, whose timelines are shown.
 HELD: Final = ("parameter", "buffer")
 _UNWRITTEN: Final = {

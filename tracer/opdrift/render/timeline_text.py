@@ -47,7 +47,10 @@ def timeline(page: Page, events: Sequence[Event]) -> None:
         Column("content"),
         Column("by", keep=8, shorten=True),
     )
-    page.table(columns, event_rows(events, steps=steps))
+    rows = event_rows(events, steps=steps)
+    if not page.fits(columns, [row for row in rows if len(row) == len(columns)]):
+        rows = event_rows(events, steps=steps, lines=False)  # the op says more than its line
+    page.table(columns, rows)
 
 
 def has_steps(events: Sequence[Event]) -> bool:
@@ -55,18 +58,26 @@ def has_steps(events: Sequence[Event]) -> bool:
     return any(event.step is not None for event in events)
 
 
-def event_rows(events: Sequence[Event], *, steps: bool) -> list[tuple[str, ...]]:
-    """A row an event: op, step if there are `steps`, what, content, by whom; one text for those left out."""
-    shown = list(events)
-    rows: list[tuple[str, ...]] = []
-    skipped = len(shown) - 2 * _SHOWN
+def event_rows(
+    events: Sequence[Event], *, steps: bool, lines: bool = True
+) -> list[tuple[str, ...]]:
+    """A row an event: op, step if there are `steps`, what, content, by whom; one text for those left out.
+
+    Args:
+        events: The events.
+        steps: Whether there is a column for the step.
+        lines: Whether an op that wrote is told with its line of the program.
+    """
+    shown, skipped = list(events), len(events) - 2 * _SHOWN
     if skipped > 1:
         shown = [*shown[:_SHOWN], *shown[-_SHOWN:]]
+    rows: list[tuple[str, ...]] = []
     for number, event in enumerate(shown):
         if skipped > 1 and number == _SHOWN:
             rows.append((f"... {plural(skipped, 'event')} more; --format json lists all",))
         step = (count(event.step) if event.step is not None else "",) if steps else ()
-        rows.append((count(event.seq), *step, _WORDS[event.what], _content(event), _by(event)))
+        by = _by(event, lines=lines)
+        rows.append((count(event.seq), *step, _WORDS[event.what], _content(event), by))
     return rows
 
 
@@ -77,7 +88,7 @@ def _content(event: Event) -> str:
     return f"{event.content} {event.digest % 16**_DIGITS:0{_DIGITS}x}{again}"
 
 
-def _by(event: Event) -> str:
+def _by(event: Event, *, lines: bool) -> str:
     said = []
     if event.by is not None:
         op = event.by.removesuffix(".default")
@@ -90,7 +101,7 @@ def _by(event: Event) -> str:
         said.append(f"{plural(event.times - 1, 'op')} more until {count(event.until)}")
     if event.what == "hidden":
         said.append("changed, and no recorded op wrote it")
-    if event.source and event.what in ("load", "draw", "fill", "write", "data", "resize"):
+    if lines and event.source and event.what in ("load", "draw", "fill", "write", "data", "resize"):
         said.append(readable(event.source))
     return ", ".join(said)
 
