@@ -196,6 +196,17 @@ def test_findings_say_their_step_and_come_in_order():
     assert [(f.seq, f.step) for f in findings([build.build()])] == [(2, 7), (3, 2)]
 
 
+def test_what_has_no_content_is_not_what_it_was_made_from():
+    """A parameter on "meta" made from memory that held NaN holds nothing."""
+    build = Builder()
+    source = build.leaf("", kind="constant", content=array(1, math.nan))
+    made = build.op("empty_like", source)
+    build.name(made, "weight")
+    build.output(build.op("relu", build.leaf("x", kind="input")))
+
+    assert places(build.build()) == []
+
+
 # ---- results that are still under way ------------------------------------------------------------------
 
 

@@ -189,6 +189,14 @@ def test_a_view_reads_nothing():
     assert not use(aten.t.default, x).reads(x)
 
 
+@pytest.mark.parametrize(("device", "reads"), [("meta", False), ("cpu", True)])
+def test_a_copy_to_the_device_without_memory_reads_nothing(device, reads):
+    """Weights are put there before they are written, and when they are taken out of a module."""
+    x = torch.ones(2)
+
+    assert use(aten._to_copy.default, x, device=torch.device(device)).reads(x) is reads
+
+
 def test_an_indexed_write_reads_its_indices():
     x, index = torch.ones(2), torch.tensor([0])
 

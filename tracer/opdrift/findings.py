@@ -206,7 +206,10 @@ def _content_rows(trace: Trace) -> Ints:
     parent = np.arange(len(rows), dtype=np.int64)
     viewed = np.flatnonzero((rows < 0) & (producer >= 0))
     viewed = viewed[starts[producer[viewed] + 1] > starts[producer[viewed]]]
-    parent[viewed] = trace.ops.inputs.values[starts[producer[viewed]]]
+    sources = trace.ops.inputs.values[starts[producer[viewed]]]
+    # what was made of a content, and has none itself, tells nothing of it: a tensor on "meta"
+    shared = trace.values.storage[viewed] == trace.values.storage[sources]
+    parent[viewed[shared]] = sources[shared]
     for _ in range(_VIEW_ROUNDS):
         parent = parent[parent]
     return np.where(rows >= 0, rows, rows[parent])

@@ -209,9 +209,16 @@ class Use(NamedTuple):
 
     def reads(self, tensor: Tensor) -> bool:
         """Whether the op looks at the content of one of its tensor arguments."""
+        if self.kwargs and self._makes_meta():
+            return False
         if self.plan.scatters:
             return tensor is not self.args[0] or self._accumulates()
         return self.plan.reads and not self.overwrites(tensor)
+
+    def _makes_meta(self) -> bool:
+        """Whether what comes out has no content: weights are put on "meta" when they are taken out of a module."""
+        device = self.kwargs.get("device")
+        return isinstance(device, torch.device) and device.type == "meta"
 
     def overwrites(self, tensor: Tensor) -> bool:
         """Whether the op writes one of its tensor arguments without reading it."""
