@@ -219,6 +219,28 @@ def test_a_cast_that_nobody_worked_out_cannot_be_judged():
     assert "5 cannot be judged" in sentence(found)
 
 
+def test_a_draw_that_was_cast_is_no_loaded_weight():
+    """Mixed precision hides what the digest would say, but not who made the content."""
+    build = traced({"layers.0.fc.bias": WEIGHTS["layers.0.fc.bias"].astype("<f2")})
+    made = build.op("empty", shape=(4, 4))
+    made = build.op("uniform_", made, rng=1, content=noise(4, 4))
+    half = build.op("_to_copy", made, dtype="float16", content=build.content(made).astype("<f2"))
+    build.name(half, "layers.0.fc.weight", when="gather")
+    build.output(build.op("relu", half))
+    names = ("layers.0.fc.weight", "layers.0.fc.bias")
+    tensors = [
+        StoredTensor(name, "float32", WEIGHTS[name].shape, {"float32": key(WEIGHTS[name])})
+        for name in names
+    ]
+
+    found = check(build.build(), StoredCheckpoint("mark", tuple(tensors)))
+
+    assert [(each.name, each.origin) for each in found.missing] == [
+        ("layers.0.fc.weight", "drawn at random by aten.uniform_")
+    ]
+    assert found.unknown == ("layers.0.fc.bias",)
+
+
 # ---- names -------------------------------------------------------------------------------------------
 
 

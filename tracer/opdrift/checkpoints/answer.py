@@ -229,10 +229,10 @@ class _Matching:
                 missing.append(Missing(tensor.name, other.name, sizes))
             elif own is None:
                 missing.append(Missing(tensor.name, None, None))
-            elif own.dtype not in tensor.keys:
-                unknown.append(tensor.name)  # a cast whose digest nobody worked out
-            else:
+            elif own.dtype in tensor.keys or self._is_drawn(own):
                 missing.append(Missing(tensor.name, own.name, self._origin(own)))
+            else:
+                unknown.append(tensor.name)  # a cast whose digest nobody worked out
         return missing, unknown
 
     def _first_with(self, own: Own) -> int:
@@ -244,6 +244,10 @@ class _Matching:
             if content is not None and content.key == own.keys[0] and not own.constant:
                 return int(value)
         return own.value
+
+    def _is_drawn(self, own: Own) -> bool:
+        """Whether a content is a random draw, cast or not, and so no checkpoint's."""
+        return self._lineage.of(own.value).kind == "drawn"
 
     def _origin(self, own: Own) -> str | None:
         found = self._lineage.of(own.value)

@@ -19,9 +19,13 @@ _LISTED: Final = 3
 
 def sentence(found: Check) -> str:
     """How much of a checkpoint reached the model."""
+    unknown = f"; {len(found.unknown)} cannot be judged" if found.unknown else ""
     if found.missing:
         names = [missing.own or missing.name for missing in found.missing]
-        return f"{len(names)} of {found.tensors} tensors of {found.source} never reached the model: {listed(names)}"
+        return (
+            f"{len(names)} of {found.tensors} tensors of {found.source} never reached the model:"
+            f" {listed(names)}{unknown}"
+        )
     if found.exchanged:
         one, other = next(iter(found.exchanged.items()))
         return (
@@ -29,7 +33,6 @@ def sentence(found: Check) -> str:
             f" name, such as {one} as {other}"
         )
     casts = "".join(f", {n} of them cast to {dtype}" for dtype, n in found.casts.items())
-    unknown = f"; {len(found.unknown)} cannot be judged" if found.unknown else ""
     return (
         f"{len(found.arrived)} of {found.tensors} tensors of {found.source} are in the"
         f" model{casts}{unknown}"
