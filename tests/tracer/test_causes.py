@@ -1000,6 +1000,7 @@ def test_a_precision_flag_explains_what_rounding_does_not():
 
     assert found.slug == "flags"
     assert says(found, "fp32_precision.mkldnn.matmul: ieee against bf16")
+    assert 'torch.backends.mkldnn.matmul.fp32_precision = "ieee"' in found.try_
 
 
 def scaled(factor: float) -> Run:

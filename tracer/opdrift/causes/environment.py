@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from opdrift.case import Case
 from opdrift.causes.evidence import SIDES, Evidence, cause, counted, scope, some
 from opdrift.causes.likeness import likeness
+from opdrift.causes.setters import statements
 from opdrift.origins.kinds import draws
 from opdrift.records import Cause, EnvironmentDifference
 from opdrift.tracefile.reader import Trace
@@ -159,8 +161,15 @@ def flags(e: Evidence) -> Cause | None:
         "likely",
         f"{op.name if op else 'an op'} in {scope(op.call.path if op else '')} ran under other settings: {names}",
         [*(_words(d.name, d.left, d.right) for d in found), *changes],
-        "Set the flags above to the same value in both runs, before the model runs and for as long as it does.",
+        _alike(found),
     )
+
+
+def _alike(found: Sequence[FlagDifference]) -> str:
+    """How to give both runs the same flags."""
+    left = statements([(d.name, d.left) for d in found])
+    advice = "Set the flags above to the same value in both runs, before the model runs and for as long as it does"
+    return f"{advice}. As in the left run: {left}" if left else f"{advice}."
 
 
 def _ops(e: Evidence) -> tuple[int, int] | None:
