@@ -94,7 +94,8 @@ def record(
         integrations: "auto" attaches those whose library the program has imported (also later, while it
             is recorded); or names; or `()` for none.
         kernels: How much to find out about kernels: "auto" what is free, "full" also what oneDNN and MKL say of
-            each op on a CPU (implementation, sizes, threads), which makes ops slower, "off".
+            each op on a CPU (implementation, sizes, threads) and the kernels that each op launches on a GPU,
+            which makes ops slower, "off".
         integrity: How often leaves are read again at use to find writes that no op made: "auto" within
             1.5 % of the run's time, "full" at every use, and what ops made on the CPU as well, "off".
         label: A name for the run, shown in reports.
