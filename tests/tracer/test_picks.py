@@ -58,6 +58,7 @@ def names(trace: Trace, ops: range | tuple[int, ...]) -> list[str]:
         ("_scaled_dot_product_flash_attention_backward", "FLASH_ATTENTION", "FlashAttention"),
         ("_scaled_dot_product_efficient_attention", "EFFICIENT_ATTENTION", "CUTLASS"),
         ("_efficient_attention_backward", "EFFICIENT_ATTENTION", "CUTLASS"),
+        ("_flash_attention_forward_no_dropout_inplace", "FLASH_ATTENTION", "FlashAttention"),
         ("_scaled_dot_product_cudnn_attention", "CUDNN_ATTENTION", "cuDNN"),
         ("_scaled_dot_product_fused_attention_overrideable", "OVERRIDEABLE", "backend"),
         ("_scaled_dot_product_attention_math", "MATH", "ATen"),
@@ -72,6 +73,33 @@ def test_a_fused_attention_op_is_the_pick(op: str, backend: str, library: str) -
     assert found is not None
     assert (found.backend, found.library, found.source) == (backend, library, "dispatcher")
     assert hasattr(SDPBackend, backend)
+
+
+@pytest.mark.parametrize(
+    ("op", "library"),
+    [
+        ("_scaled_dot_product_flash_attention", "AOTriton or Composable Kernel"),
+        ("_scaled_dot_product_efficient_attention_backward", "AOTriton or Composable Kernel"),
+        ("_scaled_dot_product_attention_math", "ATen"),
+    ],
+)
+def test_on_amds_devices_the_same_ops_are_of_other_libraries(op: str, library: str) -> None:
+    build = Builder(device="cuda:0", versions={"hip": "6.4"})
+    x = build.leaf("x")
+    build.op(op, x, x, x)
+    found = Picks(build.build()).of(0)
+    assert found is not None
+    assert found.library == library
+
+
+def test_kernels_below_sdpa_are_no_choice_of_its() -> None:
+    """Their operands are (batch, length, heads, size): read as SDPA's, heads of 300 would be lengths."""
+    build = Builder(device="cuda:0", flags={"cuda.capability": "9.0"}, versions={"cuda": "13.0"})
+    x = build.leaf("x", shape=(2, 300, 4, 512), dtype="bfloat16")
+    build.op("_efficient_attention_forward", x, x, x)
+    found = Picks(build.build()).of(0)
+    assert found is not None
+    assert (found.backend, dict(found.refused)) == ("EFFICIENT_ATTENTION", {})
 
 
 def test_ops_without_a_choice_have_no_pick() -> None:
@@ -431,6 +459,7 @@ def test_other_attention_is_told_by_its_name(tmp_path: Path) -> None:
         "xformers.efficient_attention_forward_cutlass.default",
         "xformers_flash.flash_fwd.default",
         "xformers.sequence_pad.default",
+        "aten._triton_scaled_dot_attention.default",
         "aten._scaled_dot_product_sparkling_attention.default",
     ):
         build = Builder()
@@ -444,6 +473,7 @@ def test_other_attention_is_told_by_its_name(tmp_path: Path) -> None:
         "efficient_attention_forward_cutlass": ("xFormers", None),
         "flash_fwd": ("xFormers' flash-attn", None),
         "sequence_pad": None,
+        "_triton_scaled_dot_attention": ("Triton", None),
         "_scaled_dot_product_sparkling_attention": (None, None),
     }
 

@@ -94,6 +94,8 @@ class Answers:
 
         That is a call elsewhere, and one over a nested or an empty tensor: without heads the chooser ends the process.
         """
+        if "scaled_dot_product" not in use.plan.name:
+            return {}  # ops below those have the dims of their operands in another order
         names = [argument.name for argument in use.plan.func._schema.arguments]
         given: dict[str, Any] = {**dict(zip(names, use.args, strict=False)), **use.kwargs}
         query, key, value = (given.get(name) for name in ("query", "key", "value"))

@@ -81,7 +81,7 @@ class Picks:
             return Pick(name, "ATen", None, FUSED[op], refused, "dispatcher")
         if op == _WHOLE and name.startswith("aten."):
             return self._whole(index, name)
-        found = named(name)
+        found = named(name, amd="hip" in self._trace.header.versions)
         if found is not None:
             return self._with_refusals(found, self.call(index), index)
         if op == "_safe_softmax":

@@ -14,6 +14,7 @@ _TORCH: Final[dict[str, tuple[str, str]]] = {
     "_scaled_dot_product_flash_attention": ("FLASH_ATTENTION", "FlashAttention"),
     "_scaled_dot_product_flash_attention_quantized": ("FLASH_ATTENTION", "FlashAttention"),
     "_flash_attention_forward": ("FLASH_ATTENTION", "FlashAttention"),
+    "_flash_attention_forward_no_dropout_inplace": ("FLASH_ATTENTION", "FlashAttention"),
     "_flash_attention": ("FLASH_ATTENTION", "FlashAttention"),
     "_scaled_dot_product_efficient_attention": ("EFFICIENT_ATTENTION", "CUTLASS"),
     "_efficient_attention_forward": ("EFFICIENT_ATTENTION", "CUTLASS"),
@@ -43,8 +44,17 @@ _LIBRARIES: Final = {
 _WORDS: Final = ("attention", "attn", "flash", "fwd", "bwd")
 
 
-def named(name: str) -> Pick | None:
-    """The attention that an op of this name is by itself; None for other ops."""
+#: What AMD's builds run under the names of flash and memory-efficient attention.
+_ON_AMD: Final = "AOTriton or Composable Kernel"
+
+
+def named(name: str, *, amd: bool = False) -> Pick | None:
+    """The attention that an op of this name is by itself; None for other ops.
+
+    Args:
+        name: Of the op, `aten._scaled_dot_product_flash_attention.default`.
+        amd: Whether the run's torch was built for AMD's devices.
+    """
     space, op = name.partition(".")[0], base_name(name)
     if op.startswith("flex_attention"):
         reason = "the program called flex_attention, which is none of SDPA's backends"
@@ -59,10 +69,15 @@ def named(name: str) -> Pick | None:
     known = _TORCH.get(op) or _TORCH.get(op.removesuffix("_backward"))
     if known is not None:
         backend, library = known
+        if amd and library in ("FlashAttention", "CUTLASS"):
+            library = _ON_AMD
         reason = "this op is the backend's own"
         if op.endswith("_backward"):
             reason = "backward of the backend that ran forward"
         return Pick(name, library, backend, reason, source="dispatcher")
+    if op.startswith(("_triton_scaled_dot_attention", "_triton_multi_head_attention")):
+        reason = "the program called torch's attention in Triton, which is none of SDPA's backends"
+        return Pick(name, "Triton", None, reason, source="dispatcher")
     if op.startswith("_scaled_dot_product_"):
         reason = "an attention backend of torch that this opdrift does not know"
         return Pick(name, None, None, reason, source="dispatcher")

@@ -124,7 +124,13 @@ class SdpaCalls:
         self._answers = TorchsAnswers(flow.trace)
 
     def of_op(self, index: int) -> SdpaCall | None:
-        """The call that a fused op is, or that is seen whole; None if it is no such op."""
+        """The call that a fused op is, or that is seen whole; None if it is no such op.
+
+        Ops below those (`_flash_attention_forward`) have the dims of their operands in another order, and are called
+        for nested tensors and by programs themselves: no choice of SDPA's led to them.
+        """
+        if "scaled_dot_product" not in self._flow.name(index):
+            return None
         op = self._flow.trace.op(index)
         arguments = {**op.signature.op.defaults, **dict(op.signature.arguments)}
         operands = [_operand(arguments.get(name)) for name in ("query", "key", "value")]

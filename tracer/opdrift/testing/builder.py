@@ -49,6 +49,7 @@ _ARGUMENTS: Final[dict[str, tuple[str, ...]]] = {
     "_scaled_dot_product_flash_attention": ("query", "key", "value"),
     "_scaled_dot_product_efficient_attention": ("query", "key", "value", "attn_bias"),
     "_scaled_dot_product_cudnn_attention": ("query", "key", "value", "attn_bias"),
+    "_efficient_attention_forward": ("query", "key", "value", "bias"),
     "copy_": ("self", "src"),
 }
 _VIEWS: Final = frozenset(
