@@ -269,7 +269,8 @@ def trained(
         x = build.leaf("x", kind="input", content=vector(f"{own} {rank}"))
         grad = build.op("threshold_backward", x)
         if reduced:
-            grad = collective(build, "all_reduce", grad, result=vector(result))
+            ranks = range(build.build().header.world_size or 1)
+            grad = collective(build, "all_reduce", grad, result=vector(result), ranks=ranks)
         if poke and rank == 1:
             grad = build.op(poke, grad)
         w = build.op("add_", w, grad)
@@ -347,3 +348,40 @@ def test_one_parameter_among_equal_ones_is_likely_a_replica():
     (found,) = findings(world(body, body))
 
     assert (found.name, found.cause.confidence) == ("small.weight", "likely")
+
+
+def test_what_is_broadcast_over_does_not_count():
+    """Each rank draws its own weights, and takes rank 0's before anything is computed."""
+
+    def body(build: Builder) -> None:
+        rank = build.build().header.rank or 0
+        w = build.leaf("fc.weight", content=vector(f"draw {rank}"))
+        w = collective(build, "broadcast", w, result=vector("draw 0"), root=0)
+        x = build.leaf("x", kind="input", content=vector(f"x {rank}"))
+        grad = collective(build, "all_reduce", build.op("mm", x, w), result=vector("sum"))
+        build.name(build.op("_foreach_add_", w, grad), "fc.weight", when="exit")
+
+    assert [k for k, _, _ in said(world(body, body)) if k == "replica"] == []
+
+
+def test_an_infinity_that_a_rank_was_handed_is_told_of_the_rank_that_has_it():
+    """On the others it first appears in the sum, whose inputs are not theirs alone."""
+    result = vector("rank 0")
+    result[0] = np.inf
+
+    def body(build: Builder) -> None:
+        rank = build.build().header.rank or 0
+        x = build.leaf("x", kind="input", content=vector(f"rank {rank}"))
+        if rank == 0:
+            x = build.op("div", x, content=result)
+        collective(build, "all_reduce", x, result=result)
+
+    assert said(world(body, body)) == [("nan", "nan", 0)]
+
+
+def test_ranks_no_two_of_which_agree_are_all_named():
+    (found,) = [
+        f for f in findings(world(*[trained(weight=text) for text in "abc"])) if f.kind == "replica"
+    ]
+
+    assert "differs between ranks 0, 1 and 2, when the run began" in found.cause.summary

@@ -80,6 +80,8 @@ class Collectives:
         self._announce = announce
         self._sources = sources
         self.synchronised = synchronised
+        #: names of the arguments by op
+        self._names: dict[int, tuple[str, ...]] = {}
 
     def issue(
         self,
@@ -99,10 +101,10 @@ class Collectives:
             frame: Whatever called it: what the program asked for, and where, is read there.
         """
         space, base = plan.func._schema.name.split("::")
-        named = {
-            **dict(zip((a.name for a in plan.func._schema.arguments), args, strict=False)),
-            **kwargs,
-        }
+        names = self._names.get(plan.id)
+        if names is None:  # asked for once: torch makes them anew each time
+            names = self._names[plan.id] = tuple(a.name for a in plan.func._schema.arguments)
+        named = {**dict(zip(names, args, strict=False)), **kwargs}
         found = (
             _of_c10d(base, args, named, frame)
             if space == "c10d"
@@ -167,14 +169,15 @@ def _of_c10d(
 ) -> dict[str, Any]:
     what, gives, gets = _ARGUMENTS[base]
     group = torch._C._distributed_c10d.ProcessGroup.unbox(named["process_group"])
+    ranks = torch.distributed.get_process_group_ranks(group)
     found: dict[str, Any] = {
         "what": what,
         "group": group.group_name,
-        "ranks": torch.distributed.get_process_group_ranks(group),
+        "ranks": ranks,
         "given": _tensors(args, gives),
         "got": _tensors(args, gets),
         "reduction": _reduction_of(frame) if "reduce_op" in named else None,
-        "root": named.get("root_rank"),
+        "root": _global(named.get("root_rank"), ranks),
         "waited": named.get("async_op") is False,
     }
     if what in ("send", "recv"):
@@ -189,16 +192,22 @@ def _functional(base: str, args: Sequence[Any], named: Mapping[str, Any]) -> dic
         return None
     group = _resolve(name)
     reduction = named.get("reduce_op")
+    ranks = torch.distributed.get_process_group_ranks(group)
     return {
         "what": _FUNCTIONAL[_plain(base)],
         "group": name,
-        "ranks": torch.distributed.get_process_group_ranks(group),
+        "ranks": ranks,
         "given": _tensors(args, 0),
         "got": None,
         "reduction": str(reduction).upper() if reduction is not None else None,
-        "root": named.get("src"),
+        "root": _global(named.get("src"), ranks),
         "waited": False,
     }
+
+
+def _global(root: Any, ranks: Sequence[int]) -> int | None:
+    """The global rank of a group's n-th rank, by which its roots are named."""
+    return ranks[root] if isinstance(root, int) and 0 <= root < len(ranks) else None
 
 
 def _tensors(args: Sequence[Any], position: int | None) -> list[list[Any]] | None:

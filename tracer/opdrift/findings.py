@@ -18,7 +18,8 @@ from opdrift.steps import Steps
 from opdrift.tracefile.columns import Ints
 from opdrift.tracefile.fingerprints import Fingerprint
 from opdrift.tracefile.reader import Trace
-from opdrift.world.findings import world_findings
+from opdrift.world.collectives import World
+from opdrift.world.findings import without_handed, world_findings
 
 #: A chain of views is followed this often; each round doubles the length that is covered.
 _VIEW_ROUNDS: Final = 6
@@ -27,9 +28,10 @@ _VIEW_ROUNDS: Final = 6
 def findings(traces: Iterable[Trace]) -> tuple[Finding, ...]:
     """Everything that is wrong within each of the traces (one a rank), and between the ranks."""
     ranks = list(traces)
-    found = [finding for trace in ranks for finding in _of_one(trace)]
+    world = World(ranks)
+    found = without_handed(world, [each for trace in ranks for each in _of_one(trace)])
     found += gather_findings(ranks)
-    found += world_findings(ranks)
+    found += world_findings(world)
     return tuple(sorted(found, key=lambda f: (f.seq or 0, f.rank or 0)))
 
 

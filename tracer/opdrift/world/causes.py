@@ -210,9 +210,12 @@ def of_split(world: World, replicas: Replicas, group: Sequence[Split]) -> Cause:
 
 
 def _between(split: Split) -> str:
-    if len(split.replica.ranks) == 2:  # of two nobody can tell which is the odd one
+    alike = len(split.replica.ranks) - len(split.odd)
+    if (
+        alike == 1
+    ):  # no two of them agree, or there are but two: nobody can tell which is the odd one
         return f"between {listed(sorted((split.usual, *split.odd)))}"
-    return f"on {listed(split.odd)} from rank {split.usual} and most others"
+    return f"on {listed(split.odd)} from rank {split.usual} and {alike - 1} more"
 
 
 def _made(found: Provenance) -> str:

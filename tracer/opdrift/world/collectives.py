@@ -38,7 +38,7 @@ class Collective:
         given: What the rank gives; None where that is not known.
         got: What the rank gets; None where that is not known.
         reduction: `SUM`, `MAX`, ...; None where nothing told it (DDP asks in C++).
-        root: Global rank that a broadcast or a reduce goes by, as the group numbers it; None for others.
+        root: Global rank that a broadcast starts from, or a reduce goes to; None for others.
         index: Index of the op; None where the process ended in it.
         source: The line of the program.
         module: The module's path.

@@ -16,14 +16,14 @@ from opdrift.world.causes import (
     of_wrong_result,
 )
 from opdrift.world.collectives import Collective, Disagreement, World
+from opdrift.world.handed import given
 from opdrift.world.loads import loaded_differently
 from opdrift.world.replicas import Replicas, Split
 from opdrift.world.results import WrongResult, minority, wrong_results
 
 
-def world_findings(traces: Sequence[Trace]) -> Iterator[Finding]:
+def world_findings(world: World) -> Iterator[Finding]:
     """Collectives that disagree or went wrong, replicas that differ, ranks that ended early."""
-    world = World(traces)
     if len(world.traces) < 2:
         return
     ended = tuple(rank for rank, trace in world.traces.items() if has_ended(trace))
@@ -58,6 +58,25 @@ def _died_in(world: World, rank: int) -> bool:
     """Whether a rank's last collective is one that the ranks do not agree about."""
     issued = world.collectives[rank]
     return bool(issued) and any(d.members.get(rank) is issued[-1] for d in world.disagreements)
+
+
+def without_handed(world: World, found: Sequence[Finding]) -> list[Finding]:
+    """Leave out NaN and infinities that first appear in what a rank was handed by others: they have them, too."""
+    return [each for each in found if each.kind != "nan" or not _is_handed(world, each)]
+
+
+def _is_handed(world: World, finding: Finding) -> bool:
+    if len(world.traces) < 2 or finding.seq is None:
+        return False
+    meeting = world.by_op.get((finding.rank or 0, finding.seq))
+    return meeting is not None and any(
+        part.nonfinite
+        for rank, member in meeting.members.items()
+        if rank != finding.rank
+        for handed in given(world.traces[rank], member)
+        if handed is not None
+        for part in handed.parts
+    )
 
 
 def grouped(splits: Sequence[Split]) -> list[list[Split]]:

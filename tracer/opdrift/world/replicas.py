@@ -133,11 +133,26 @@ class Replicas:
         last = max(map(len, known.values()))
         # buffers are written by what each rank computes of its own samples
         for step in range(last if replica.kind == "parameter" and replica.certain else 1):
+            if self._is_replaced(known, step):
+                continue
             at = {rank: states[min(step, len(states) - 1)] for rank, states in known.items()}
             odd, usual = minority({rank: state.print.key for rank, state in at.items()})
             if odd:
                 return Split(replica, odd, usual, at[usual], at[odd[0]])
         return None
+
+    def _is_replaced(self, known: Mapping[int, Sequence[State]], step: int) -> bool:
+        """Whether on every rank the next content comes from a broadcast: what was there before does not count."""
+        return all(
+            step + 1 < len(states) and self._is_handed(rank, states[step + 1].value)
+            for rank, states in known.items()
+        )
+
+    def _is_handed(self, rank: int, value: int) -> bool:
+        """Whether a content is what a collective handed to all ranks, copied at most."""
+        contents = self.contents(rank)
+        found = _collective_behind(self._world, rank, contents, [value], 1, copied=True)
+        return bool(found)
 
     def history(self, rank: int, name: str) -> Sequence[State]:
         """The contents of a leaf over the run, as far as they are known, in the order of the writes."""
@@ -220,9 +235,24 @@ class Replicas:
 
 
 def _collective_behind(
-    world: World, rank: int, contents: Contents, values: Sequence[int], size: int
+    world: World,
+    rank: int,
+    contents: Contents,
+    values: Sequence[int],
+    size: int,
+    *,
+    copied: bool = False,
 ) -> tuple[int, ...]:
-    """The ranks of the all_reduce or broadcast that values are copies of, or elementwise results; none if not so."""
+    """The ranks of the all_reduce or broadcast that values are results of; none if there is none.
+
+    Args:
+        world: All ranks.
+        rank: Whose values.
+        contents: That rank's.
+        values: Where to begin.
+        size: So many elements at least the collective has.
+        copied: The values are copies of the result; else also what elementwise ops made of it.
+    """
     trace = contents.trace
     waiting, seen = list(values), set(values)
     for _ in range(_WALK):
@@ -242,13 +272,13 @@ def _collective_behind(
                 return meeting.ranks
             continue
         plain = operator(info.name)
-        if (
-            info.view
-            or info.pointwise
-            or plain in COPIES
-            or plain.startswith(("_foreach_", "_fused_"))
-        ):
-            fresh = [v for v in trace.ops.inputs[op].tolist() if v and v not in seen]
+        moved = info.view or plain in COPIES
+        computed = info.pointwise or plain.startswith(("_foreach_", "_fused_"))
+        if moved or (computed and not copied):
+            inputs = trace.ops.inputs[op].tolist()
+            if plain == "copy":  # what it writes into is gone
+                inputs = inputs[-1:]
+            fresh = [v for v in inputs if v and v not in seen]
             seen.update(fresh)
             waiting += fresh
     return ()

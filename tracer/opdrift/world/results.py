@@ -122,10 +122,9 @@ def _at(tensors: Sequence[Handed | None], slot: int) -> Handed | None:
 
 
 def _broadcast(meeting: Meeting, inputs: Tensors, outputs: Tensors) -> WrongResult | None:
-    root = next(iter(meeting.members.values())).root
-    if root is None or not 0 <= root < len(meeting.ranks):
+    sender = next(iter(meeting.members.values())).root
+    if sender is None:
         return None
-    sender = meeting.ranks[root]
     for slot, sent in enumerate(inputs.get(sender, ())):
         wrong = tuple(rank for rank, each in outputs.items() if _other(sent, _at(each, slot)))
         if wrong:
@@ -172,7 +171,7 @@ def _is_not_joined(whole: Handed | None, shards: Sequence[Handed | None]) -> boo
 
 def _reduced(meeting: Meeting, inputs: Tensors, outputs: Tensors) -> WrongResult | None:
     for rank, results in outputs.items():
-        if meeting.what == "reduce" and not _is_root(meeting, rank):
+        if meeting.what == "reduce" and meeting.members[rank].root != rank:
             continue  # scratch on the other ranks
         for slot, result in enumerate(results):
             summands = [_at(inputs[r], slot) for r in meeting.ranks]
@@ -196,11 +195,6 @@ def _scattered(meeting: Meeting, inputs: Tensors, outputs: Tensors) -> WrongResu
 
 def _reduction(meeting: Meeting) -> str | None:
     return next((p.reduction for p in meeting.members.values() if p.reduction is not None), None)
-
-
-def _is_root(meeting: Meeting, rank: int) -> bool:
-    root = meeting.members[rank].root
-    return root is not None and 0 <= root < len(meeting.ranks) and meeting.ranks[root] == rank
 
 
 def _not_reduced(
