@@ -132,3 +132,23 @@ def test_a_copy_that_the_program_makes_is_not_explained_so():
         build.output(build.op("view", clone, shape=(8, 4)))
 
     assert "copies" not in notes(viewed, cloned)
+
+
+def test_the_cause_of_a_material_difference_has_the_advice_too():
+    """One run has oneDNN switched off, and the product differs by more than rounding: the switch, and the kernels it chose."""
+
+    def product(enabled: bool, change: str) -> opdrift.Trace:
+        build = Builder(
+            flags={"mkldnn.enabled": enabled, "cpu.onednn_bf16": True}, versions={"mkl": "2024.2"}
+        )
+        x, w = (
+            build.op("sin", build.leaf(n, kind="input", shape=(64, 64), dtype="bfloat16"))
+            for n in ("x", "w")
+        )
+        build.output(build.op("mm", x, w, shape=(64, 64), change=change))  # type: ignore[arg-type]
+        return build.build()
+
+    found = {c.slug: c.try_ for c in opdrift.diff(product(True, ""), product(False, "*")).causes}
+
+    assert "As in the left run: torch.backends.mkldnn.enabled = True" in found["flags"]
+    assert found["kernel"].startswith("Switch oneDNN on or off in both runs")

@@ -267,7 +267,8 @@ def _other_result(e: Evidence) -> Cause | None:
         f"{name} in {scope(e.case.left.module(op.left))} computes something else from the same inputs"
         + (f": {ran.sentence}" if ran else ""),
         evidence,
-        "Run the op alone on saved inputs in both environments; if it disagrees there, the kernel or the hardware is at"
+        (f"{ran.pin}, and compare again. " if ran else "")
+        + "Run the op alone on saved inputs in both environments; if it disagrees there, the kernel or the hardware is at"
         " fault, else something wrote into its result (a custom kernel, another stream or thread).",
     )
 

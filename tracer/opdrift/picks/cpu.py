@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from opdrift.picks.convolution import convolution, convolution_backward
-from opdrift.picks.libraries import Get, lowered, onednn_on, onednn_takes
+from opdrift.picks.libraries import Get, lowered, onednn_on, onednn_takes, refusal
 from opdrift.picks.quantised import (
     bags,
     integers,
@@ -176,7 +176,7 @@ def _product(name: str, dtype: str, size: int, batch: int | None, flag: Get) -> 
         return Pick(
             f"{name}: {_PREFIX[dtype]}GEMM{batched}", "MKL", None, f"{dtype} goes to BLAS{of}"
         )
-    why = f"{sizes} = {total} <= {_ONEDNN_ABOVE}" if takes else f"no library takes {dtype} here"
+    why = f"{sizes} = {total} <= {_ONEDNN_ABOVE}" if takes else refusal(dtype, flag)
     return Pick(f"{name}: own loop", "ATen", None, why)
 
 
@@ -207,9 +207,7 @@ def _level2(name: str, kind: str, larger: TensorMeta, blas: str | None, flag: Ge
         return Pick(f"{name}: matmul", "oneDNN", None, why)
     if blas is not None:
         return Pick(f"{name}: {blas}", "MKL", None, f"{larger.dtype} goes to BLAS")
-    why = (
-        f"{size} elements <= {_ONEDNN_ABOVE}" if takes else f"no library takes {larger.dtype} here"
-    )
+    why = f"{size} elements <= {_ONEDNN_ABOVE}" if takes else refusal(larger.dtype, flag)
     return Pick(f"{name}: own {kind}", "ATen", None, why)
 
 
@@ -228,7 +226,7 @@ def _lstm(
         return None
     if takes:
         return Pick(f"{op.name}: rnn", "oneDNN", None, f"LSTM of {dtype}")
-    return Pick(f"{op.name}: products and own cells", "ATen", None, f"oneDNN does not take {dtype}")
+    return Pick(f"{op.name}: products and own cells", "ATen", None, refusal(dtype, flag))
 
 
 def _own_cells(

@@ -6,7 +6,7 @@ from typing import Final, Literal
 
 from opdrift.picks.settings import Get
 
-__all__ = ["Get", "lowered", "onednn_on", "onednn_takes"]
+__all__ = ["Get", "lowered", "onednn_on", "onednn_takes", "refusal"]
 
 #: Type of 16 bits -> the flag that says whether torch hands it to oneDNN on this CPU.
 _SUPPORTED: Final = {"bfloat16": "cpu.onednn_bf16", "float16": "cpu.onednn_fp16"}
@@ -48,6 +48,13 @@ def lowered(dtype: str, flag: Get) -> str:
     if dtype != "float32":
         return ""
     return f", rounded to {flag('fp32_precision.mkldnn.matmul', 'none')}"
+
+
+def refusal(dtype: str, flag: Get) -> str:
+    """Why oneDNN does not compute with a dtype, where it does not."""
+    if onednn_on(flag) is False and (dtype in _SUPPORTED or dtype == "float32"):
+        return "oneDNN is switched off"
+    return f"no library takes {dtype} here"
 
 
 def _supports(dtype: str, flag: Get) -> bool | None:
