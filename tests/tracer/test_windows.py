@@ -87,7 +87,7 @@ class Watched:
         for _ in range(times):
             self._seq += 1
             seq = self._seq
-            self.windows.begin(seq)
+            self.windows.begin(seq, "aten.mm.default")
             try:
                 if isinstance(op, str):
                     self.device.launch(op)

@@ -143,7 +143,7 @@ class Windows:
             self._off = True
             self._refuse("another recorder of this process records them, and there can be only one")
 
-    def begin(self, seq: int, name: str = "", /) -> None:
+    def begin(self, seq: int, name: str, /) -> None:
         """The op with this number runs next on this thread, whatever its name."""
         try:
             if self._is_ours():
