@@ -17,11 +17,11 @@ from opdrift.picks.cpu import product_sizes, routine
 from opdrift.picks.device import counted_kernels, with_kernels
 from opdrift.picks.fastpath import FUSED, FastPaths
 from opdrift.picks.names import named
-from opdrift.picks.observed import SOURCES, Observed, Seen, Source
+from opdrift.picks.observed import SOURCES, Observed, Seen, Source, counted
 from opdrift.picks.sdpa_calls import SdpaCall, SdpaCalls, decisive
 from opdrift.picks.settings import Settings
 from opdrift.picks.values import Flow, base_name
-from opdrift.picks.verbose import counted, read_line, with_calls
+from opdrift.picks.verbose import read_line, with_calls
 from opdrift.records import RAISED, Pick
 from opdrift.tracefile.reader import Trace
 
@@ -95,7 +95,7 @@ class Picks:
             [name for op in region.ops if (seen := self.seen(op, source)) for name in seen.names]
             for source in SOURCES
         )
-        observed = counted(map(read_line, lines)) + counted_kernels(kernels)
+        observed = counted(read_line(line).text for line in lines) + counted_kernels(kernels)
         return replace(self._region_by_rule(region), observed=observed)
 
     def _region_by_rule(self, region: AttentionRegion) -> Pick:

@@ -6,12 +6,11 @@ A kernel's name tells its library by habit, not by contract: what is not known h
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from opdrift.picks.observed import Seen
+from opdrift.picks.observed import Seen, counted
 from opdrift.records import Pick
 
 #: How kernels are named, by library; the first that is found counts. cuBLAS and cuDNN share generators, so cuDNN
@@ -83,8 +82,7 @@ def with_kernels(chosen: Pick | None, op: str, seen: Seen) -> Pick | None:
 
 def counted_kernels(names: Sequence[str]) -> tuple[str, ...]:
     """Kernels for people, each once: `2 x at::native::reduce_kernel<...>`."""
-    counts = Counter(map(kernel_text, names))
-    return tuple(f"{count} x {text}" if count > 1 else text for text, count in counts.items())
+    return counted(map(kernel_text, names))
 
 
 def _short(text: str) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, Literal
@@ -101,3 +103,9 @@ class Observed:
             mine = found.setdefault(source, [])
             mine.append((first, max(last, mine[-1][1]) if mine else last))
         return found
+
+
+def counted(texts: Iterable[str]) -> tuple[str, ...]:
+    """Calls for people, each once: `4 x SGEMM(N,N,64,16,16), 1 thread`."""
+    counts = Counter(texts)
+    return tuple(f"{count} x {text}" if count > 1 else text for text, count in counts.items())

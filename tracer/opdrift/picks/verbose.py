@@ -8,12 +8,11 @@ own header says so; a problem may hold commas), MKL's `MKL_VERBOSE ROUTINE(ARGUM
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
-from opdrift.picks.observed import Seen
+from opdrift.picks.observed import Seen, counted
 from opdrift.records import Pick
 
 _MKL: Final = re.compile(r"MKL_VERBOSE (\w+)\((.*)\) CNR:(\S+) Dyn:\d FastMM:\d NThr:(\d+)")
@@ -83,17 +82,17 @@ def with_calls(chosen: Pick | None, op: str, seen: Seen) -> Pick | None:
     if chosen is None:
         return _unruled(op, calls) if calls else None
     if chosen.source == "dispatcher" or chosen.backend is not None:  # attention: the op tells
-        return replace(chosen, observed=counted(calls))
+        return replace(chosen, observed=_texts(calls))
     if not calls:
         return _without_calls(chosen, op)
     main = _main(calls)
     if main is None:  # rearranging, or lines of a form that this opdrift does not know
-        return replace(chosen, observed=counted(calls))
+        return replace(chosen, observed=_texts(calls))
     detail = chosen.name.partition(": ")[2]
     if chosen.library == main.library:
-        return replace(chosen, name=f"{op}: {main.name}", source="verbose", observed=counted(calls))
+        return replace(chosen, name=f"{op}: {main.name}", source="verbose", observed=_texts(calls))
     if chosen.library not in ("oneDNN", "MKL") and _AROUND.search(detail):
-        return replace(chosen, source="verbose", observed=counted(calls))
+        return replace(chosen, source="verbose", observed=_texts(calls))
     why = f"by torch's rules it would be {detail or chosen.name} of {chosen.library}"
     return replace(_unruled(op, calls), reason=why)
 
@@ -101,7 +100,7 @@ def with_calls(chosen: Pick | None, op: str, seen: Seen) -> Pick | None:
 def _unruled(op: str, calls: list[Routine]) -> Pick:
     """What the calls alone tell."""
     main = _main(calls) or calls[0]
-    return Pick(f"{op}: {main.name}", main.library, source="verbose", observed=counted(calls))
+    return Pick(f"{op}: {main.name}", main.library, source="verbose", observed=_texts(calls))
 
 
 def _without_calls(chosen: Pick, op: str) -> Pick:
@@ -118,7 +117,5 @@ def _main(calls: Iterable[Routine]) -> Routine | None:
     return next((c for c in calls if c.library and not c.name.startswith("reorder ")), None)
 
 
-def counted(calls: Iterable[Routine]) -> tuple[str, ...]:
-    """Calls for people, each once: `4 x SGEMM(N,N,64,16,16), 1 thread`."""
-    counts = Counter(call.text for call in calls)
-    return tuple(f"{count} x {text}" if count > 1 else text for text, count in counts.items())
+def _texts(calls: Iterable[Routine]) -> tuple[str, ...]:
+    return counted(call.text for call in calls)
