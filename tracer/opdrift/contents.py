@@ -126,6 +126,15 @@ class Contents:
             return None
         return self.trace.fingerprint(base)
 
+    def key(self, value: int) -> tuple[int, int, int] | None:
+        """The key of `fingerprint(value)`, for which no sketch is read from disk."""
+        rows = self.trace.values.fingerprint
+        if rows[value] >= 0:
+            return self.trace.fingerprints.key(int(rows[value]))
+        base = int(self.states.base[self.states.of[value]])
+        known = base >= 0 and rows[base] >= 0 and self.same_order(base, value)
+        return self.trace.fingerprints.key(int(rows[base])) if known else None
+
     def nearest_fingerprint(self, value: int) -> Fingerprint | None:
         """Of a value, or of the largest one in the same state."""
         own = self.trace.fingerprint(value)

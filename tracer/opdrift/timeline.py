@@ -116,12 +116,18 @@ class Timelines:
     _steps: Steps = field(init=False)
     _by_storage: Ints = field(init=False)
     _sorted: Ints = field(init=False)
+    _read: Ints = field(init=False)
+    _reader: Ints = field(init=False)
 
     def __post_init__(self) -> None:
         self.contents = Contents(self.trace)
         self._steps = Steps(self.trace)
         self._by_storage = np.argsort(self.trace.values.storage, kind="stable")
         self._sorted = self.trace.values.storage[self._by_storage]
+        inputs = self.trace.ops.inputs
+        counted = np.flatnonzero(self.contents.counted)
+        order = counted[np.argsort(inputs.values[counted], kind="stable")]
+        self._read, self._reader = inputs.values[order], inputs.rows()[order]
 
     def of(self, name: str, rows: Sequence[Leaf]) -> Sequence[Event]:
         """All that is known of a leaf, in order.
@@ -211,11 +217,10 @@ class Timelines:
 
     def _readers(self, values: Ints, writer: int) -> Ints:
         """Ops that look at a content, views passed over; not the one that wrote it."""
-        inputs = self.trace.ops.inputs
-        hit = np.isin(inputs.values, values) & self.contents.counted
-        ops = np.unique(inputs.rows()[hit])
-        views = np.array([self._is_view(int(op)) for op in ops], np.bool_)
-        found: Ints = ops[~views & (ops != writer)] if len(ops) else ops
+        starts, ends = np.searchsorted(self._read, [values, values + 1])
+        parts = [self._reader[a:b] for a, b in zip(starts, ends, strict=True)]
+        ops = np.unique(np.concatenate(parts))
+        found: Ints = ops[~self.contents.tokens.view[ops] & (ops != writer)]
         return found
 
     def _is_view(self, index: int) -> bool:
@@ -295,10 +300,8 @@ class Timelines:
             until=until if times > 1 else None,
             note=note,
         )
-        found = self.contents.fingerprint(value) if value is not None else None
-        return _Draft(
-            event, (seq, 0 if index is not None else 1, rank), None if found is None else found.key
-        )
+        key = self.contents.key(value) if value is not None else None
+        return _Draft(event, (seq, 0 if index is not None else 1, rank), key)
 
 
 def _numbered(drafts: Sequence[_Draft]) -> Sequence[Event]:

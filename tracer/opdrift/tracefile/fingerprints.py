@@ -96,6 +96,10 @@ class FingerprintColumns:
         """The column of a statistic: min, max, absmax, sum, ssq, nan, pinf, ninf, zero, subnormal."""
         return cast("npt.NDArray[Any]", self._numbers[name])
 
+    def key(self, row: int) -> tuple[int, int, int]:
+        """`Fingerprint.key` of a row."""
+        return int(self.raw[row]), int(self.n[row]), int(self.code[row])
+
     def __getitem__(self, row: int) -> Fingerprint:
         number = self._numbers
         code = int(self.code[row])

@@ -29,7 +29,7 @@ Column = npt.NDArray[Any]
 #: Ops whose difference is measured, 0.2 ms each: of more, an even choice and those around what counts.
 _MEASURED: Final = 4_000
 #: Rows on each side of what counts that are measured all the same.
-_AROUND: Final = 60
+_AROUND: Final = 40
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -18,8 +18,9 @@ from opdrift.render.words import cell, count, name, readable
 
 #: Ops from the start of each run whose implementation is looked up; of longer runs, those around what counts as well.
 _LOOKED_UP: Final = 20_000
-#: Rows on each side of what counts.
-_AROUND: Final = 1_000
+#: Rows on each side of what counts, and of how much of it.
+_AROUND: Final = 200
+_MARKED: Final = 50
 _NUMBER: Final = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
@@ -40,13 +41,13 @@ class Group:
         return left is not None and right is not None and what(left) != what(right)
 
 
-def looked_up(rows: Rows, marked: Iterable[int]) -> list[int]:
+def looked_up(rows: Rows, marked: Sequence[int]) -> list[int]:
     """The rows whose implementations the page tells: all of a short run."""
     if len(rows) <= _LOOKED_UP:
         return list(range(len(rows)))
     chosen = np.zeros(len(rows), np.bool_)
     chosen[:_LOOKED_UP] = True
-    for row in marked:
+    for row in marked[:_MARKED]:
         chosen[max(0, row - _AROUND) : row + _AROUND + 1] = True
     found: list[int] = np.flatnonzero(chosen).tolist()
     return found
