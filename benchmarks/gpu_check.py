@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from gpu_sections import attention, copies, fingerprints, kernels, recording, speed
+from gpu_sections import attention, copies, fingerprints, kernels, offload, recording, speed
 from gpu_sections.check import ENGINE, Check, rehearse
 
 SECTIONS: dict[str, tuple[str, Callable[[Check, Path], None]]] = {
@@ -40,6 +40,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Check, Path], None]]] = {
     "rows": ("kernels by batch size", kernels.show_batch_sizes),
     "names": ("what kernel names cost", kernels.measure_names),
     "copies": ("copies under way", copies.check_copies),
+    "offload": ("weights that accelerate offloads", offload.check_offload),
 }
 
 

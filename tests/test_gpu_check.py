@@ -38,7 +38,17 @@ def test_without_a_gpu_it_says_so():
 @pytest.mark.slow
 def test_its_checks_hold_where_the_host_stands_for_a_device():
     """Torch ops in place of the kernel; what depends on the device's speed is left out."""
-    sections = ("equality", "items", "order", "neutrality", "rules", "pinned", "rows", "copies")
+    sections = (
+        "equality",
+        "items",
+        "order",
+        "neutrality",
+        "rules",
+        "pinned",
+        "rows",
+        "copies",
+        "offload",
+    )
     done = run("--device", "cpu", "--quick", *sections)
 
     assert done.returncode == 0, done.stdout + done.stderr
