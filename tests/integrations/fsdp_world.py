@@ -307,6 +307,12 @@ def copy_a_part(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     return replaced(FSDPParam, "all_gather_inputs", wrong)
 
 
+def other_buffer(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """FSDP does not synchronise buffers."""
+    poke(model.layers[1].scale, 0, 0.25)
+    return contextlib.nullcontext()
+
+
 def clamp(block: nn.Module) -> None:
     block.fc1.weight.data.clamp_(-0.01, 0.01)
 
@@ -326,6 +332,18 @@ for _wrap in (fsdp1, fsdp2):
         f"{_name}-swapped": Fault(_wrap, forward=swap),
         f"{_name}-hidden": Fault(_wrap, between=lambda model: poke(local(model.layers[1].fc2.weight), 5)),
     }  # fmt: skip
+for _wrap, _options in (
+    (fsdp1, {"mixed_precision": MixedPrecision(param_dtype=BF16)}),
+    (fsdp2, {"mp_policy": MixedPrecisionPolicy(param_dtype=BF16)}),
+):
+    _name = f"{_wrap.__name__}-bf16"
+    FAULTS |= {
+        f"{_name}-stale": Fault(_wrap, options=_options, ranks=(0, 1), patches=keep_after_backward if _wrap is fsdp2 else never_free),
+        f"{_name}-clamped": Fault(_wrap, options=_options, forward=clamp),
+        f"{_name}-hidden": Fault(_wrap, options=_options, between=lambda model: poke(local(model.layers[1].fc2.weight), 5)),
+    }  # fmt: skip
+FAULTS["fsdp1-buffers"] = Fault(fsdp1, patches=other_buffer)
+FAULTS["fsdp2-buffers"] = Fault(fsdp2, patches=other_buffer)
 FAULTS["fsdp2-exchanged"] = Fault(fsdp2, patches=exchange)
 FAULTS["fsdp2-moved"] = Fault(
     fsdp2,

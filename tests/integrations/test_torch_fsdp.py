@@ -173,6 +173,12 @@ FOUND: dict[str, Place] = {
     "fsdp2-torn": ("gather", 1, WEIGHT, "race", 1),
     "fsdp1-hidden": ("hidden-write", 1, "layers.1.fc2.weight", "race", 1),
     "fsdp2-hidden": ("hidden-write", 1, "layers.1.fc2.weight", "race", 1),
+    "fsdp1-bf16-clamped": ("gather", 1, WEIGHT, "fsdp-gather", 1),
+    "fsdp2-bf16-clamped": ("gather", 1, WEIGHT, "fsdp-gather", 1),
+    "fsdp1-bf16-hidden": ("hidden-write", 1, "layers.1.fc2.weight", "race", 1),
+    "fsdp2-bf16-hidden": ("hidden-write", 1, "layers.1.fc2.weight", "race", 1),
+    "fsdp1-buffers": ("replica", 1, "layers.1.scale", "replica", None),
+    "fsdp2-buffers": ("replica", 1, "layers.1.scale", "replica", None),
     "fsdp1-order": ("gather", 1, "layers.0.fc1.bias", "fsdp-gather", 0),
     "fsdp2-order": ("gather", 1, WEIGHT, "fsdp-gather", 0),
     "fsdp1-unloaded": ("weights", 1, "embed.weight", "weights", None),
@@ -184,6 +190,7 @@ SAID = {
     "torn": "one element differs: 33 of the parameter",
     "hidden": "one element differs: ",
     "order": "it is rank 1's shard",
+    "buffers": "share out the parameters of its model",
     "unloaded": "were last written by a random initialisation",
 }
 
@@ -193,11 +200,13 @@ def test_a_fault_is_one_finding_with_parameter_rank_and_step(world, case):
     (found,) = world.found(case)
 
     assert place(found) == FOUND[case]
-    wanted = SAID[case.partition("-")[2]]
+    wanted = SAID[case.rpartition("-")[2]]
     assert any(wanted in line for line in found.cause.evidence)
 
 
-@pytest.mark.parametrize("case", ["fsdp1-stale", "fsdp2-stale"])
+@pytest.mark.parametrize(
+    "case", ["fsdp1-stale", "fsdp2-stale", "fsdp1-bf16-stale", "fsdp2-bf16-stale"]
+)
 def test_stale_parameters_are_found_at_their_use(world, case):
     """They were not given back, and the optimizer has made a step since."""
     found = world.found(case)

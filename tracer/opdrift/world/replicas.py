@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 import numpy as np
@@ -102,6 +103,18 @@ class Replicas:
             elif mostly:
                 said = f"{share:.1%} of the parameters' elements are equal on all ranks"
                 yield Replica(name, leaf.kind, tuple(self._entries), False, said)
+            elif leaf.kind == "buffer" and self._sharing:
+                where = ", ".join(map(str, self._sharing))
+                said = f"ranks {where} share out the parameters of its model, and buffers stay as each rank has them"
+                yield Replica(name, leaf.kind, self._sharing, False, said)
+
+    @cached_property
+    def _sharing(self) -> tuple[int, ...]:
+        """The ranks that share out a model's parameters; none where no integration saw that."""
+        groups = {
+            how.ranks for trace in self._world.traces.values() for how in sharding(trace).values()
+        }
+        return max(groups, key=len, default=())
 
     def unjudged(self) -> Sequence[str]:
         """Names that differ on entry although nothing says whether they should: no gradient of theirs is reduced."""
