@@ -102,7 +102,7 @@ def test_a_region_that_rounds_otherwise_is_no_divergence(diff):
     found = diff((eager,), (compiled(ROUNDED),))
 
     assert found.verdict == "rounding"
-    assert "right: Compiled.__call__ (generated_code.py:" in evidence(found)
+    assert "right: Compiled.__call__ of Net (generated_code.py:" in evidence(found)
     assert "ran compiled (inductor, 1 graph, 1 call); its results agree to" in evidence(found)
 
 
@@ -228,3 +228,22 @@ def test_show_says_what_was_compiled_again(tmp_path: Path):
 
     assert "step was compiled again: 0/0: x" in told
     assert "step stays eager: limit" in told
+
+
+def extern(x: Tensor, w: Tensor) -> Compiled:
+    """A region that returns what a call of torch's own left in a buffer, after a kernel that is rounded otherwise."""
+
+    def code(inputs: list[Tensor]) -> list[Tensor]:
+        hidden = unseen(lambda h: torch.tanh(h) * ROUNDED)(inputs[0])
+        made = unseen(torch.empty)(5, 8)
+        torch.mm(hidden, inputs[1], out=made)
+        return [made]
+
+    return Compiled(code)(x, w)
+
+
+def test_a_buffer_that_a_region_hands_over_was_not_written_in_place(diff):
+    """What an extern call put there differs by rounding; the region wrote into nothing that it was given."""
+    found = diff((lambda x, w: (torch.tanh(x) * 2.0).mm(w),), (extern,))
+
+    assert found.verdict == "rounding"

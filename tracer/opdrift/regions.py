@@ -52,12 +52,14 @@ class CompiledFunction:
         function: As the program calls it; None for a backward pass whose forward was not recorded.
         file: Where it is defined; `line` is its first for generated code, else the line of the ops.
         calls: Calls of its generated code; none if its ops ran one by one.
+        module: Class of the module in whose call it first ran; empty outside of every module.
         ops: Ops that its code called, those inside of generated code included.
     """
 
     function: str | None
     file: str | None
     line: int | None
+    module: str = ""
     calls: list[RegionCall] = field(default_factory=list)
     ops: list[int] = field(default_factory=list)
 
@@ -95,6 +97,11 @@ class Regions:
         """The call that each op ran inside of."""
         return {op: call for call in self.calls for op in call.inside}
 
+    def written(self, op: int) -> list[int]:
+        """What a call of generated code left in tensors that it was given; none for other ops."""
+        ops = self._trace.ops
+        return ops.outputs[op][: int(ops.mutated[op])].tolist() if op in self.at else []
+
     @cached_property
     def functions(self) -> tuple[CompiledFunction, ...]:
         """By function what ran compiled, in the order of the first op."""
@@ -103,15 +110,20 @@ class Regions:
             graph = call.graph
             each = found.setdefault(
                 (graph.function, graph.file),
-                CompiledFunction(graph.function, graph.file, graph.line),
+                CompiledFunction(
+                    graph.function, graph.file, graph.line, self._trace.op(call.op).call.type
+                ),
             )
             each.calls.append(call)
             each.ops.extend(call.inside)
         for op in self._one_by_one.tolist():
-            source = self._trace.op(op).source
+            ran = self._trace.op(op)
+            source = ran.source
             key = (source.function, source.file) if source is not None else (None, None)
             line = source.line if source is not None else None
-            found.setdefault(key, CompiledFunction(key[0], key[1], line)).ops.append(op)
+            found.setdefault(key, CompiledFunction(key[0], key[1], line, ran.call.type)).ops.append(
+                op
+            )
         return tuple(found.values())
 
     @cached_property

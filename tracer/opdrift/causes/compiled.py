@@ -22,6 +22,8 @@ _STAGES: Final = (
 )
 _PRECISION: Final = "; torch._inductor.config.emulate_precision_casts = True rounds in 16 bits where eager code does"
 _RANDOM: Final = "Set torch._inductor.config.fallback_random = True to draw as eager code does, or pass the random numbers in."
+#: Characters of a generated kernel's name that are shown.
+_NAME: Final = 56
 #: Functions, and compilations, that are told one by one.
 _TOLD: Final = 3
 
@@ -97,7 +99,9 @@ def _described(call: RegionCall) -> str:
     graph = call.graph
     parts = [f"{called(call)} at {_lines(call)}, graph {graph.graph} ({graph.direction})"]
     if graph.kernels:
-        parts.append(f"{counted(len(graph.kernels), 'generated kernel')}: {some(graph.kernels)}")
+        parts.append(
+            f"{counted(len(graph.kernels), 'generated kernel')}: {some([kernel_name(k) for k in graph.kernels])}"
+        )
     if graph.extern:
         kinds = [f"{n} x{k}" if k > 1 else n for n, k in tally(graph.extern)]
         parts.append(f"calls of torch's own: {some(kinds)}")
@@ -172,12 +176,8 @@ def _written(e: Evidence) -> Cause | None:
 def _writer(side: Side, value: int) -> RegionCall | None:
     """The call of a region that wrote a value into a tensor that it was given."""
     states = side.contents.states
-    call = side.regions.at.get(int(states.writer[states.of[value]]))
-    if call is None:
-        return None
-    ops = side.trace.ops
-    written = ops.outputs[call.op][: int(ops.mutated[call.op])]
-    return call if value in written else None
+    writer = int(states.writer[states.of[value]])
+    return side.regions.at[writer] if value in side.regions.written(writer) else None
 
 
 def _names(e: Evidence, number_: int) -> str:
@@ -260,6 +260,11 @@ def ran_compiled(e: Evidence) -> Iterator[str]:
             yield f"{name}: and {len(functions) - _TOLD} more functions ran compiled"
 
 
+def kernel_name(name: str) -> str:
+    """A generated kernel's name, which lists all that was fused, cut short."""
+    return name if len(name) <= _NAME else f"{name[: _NAME - 3]}..."
+
+
 def _of(gap: Gap, function: CompiledFunction) -> bool:
     return any(gap.call.op == call.op for call in function.calls)
 
@@ -267,6 +272,8 @@ def _of(gap: Gap, function: CompiledFunction) -> bool:
 def in_words(function: CompiledFunction) -> str:
     """`Net.forward (model.py:14) ran compiled (inductor, 3 graphs, 12 calls)`."""
     name = function.function or "a compiled function"
+    if function.module and function.module not in name:
+        name = f"{name} of {function.module}"
     place = ""
     if function.file is not None:
         place = f" ({function.file.replace(chr(92), '/').rpartition('/')[2]}:{function.line})"

@@ -245,6 +245,10 @@ class SlotJudge:
                 earlier = int(contents.states.before[state])
                 if writer < 0 or earlier < 0:
                     break
+                if writer in side.regions.at and (
+                    contents.value_of_state(state) not in side.regions.written(writer)
+                ):
+                    break  # a region handed it over: what it made, not what it was given
                 later.append(writer)
                 state = earlier
                 if self._same_before(number, state, left, right):

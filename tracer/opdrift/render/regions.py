@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
-from opdrift.causes.compiled import in_words, why
+from opdrift.causes.compiled import in_words, kernel_name, why
 from opdrift.picks import Picks
 from opdrift.records import CompiledGraph, Pick
 from opdrift.regions import Compilation, CompiledFunction, Regions
@@ -71,7 +71,7 @@ def _graph_line(graph: CompiledGraph, function: CompiledFunction) -> str:
     calls = sum(call.graph == graph for call in function.calls)
     words = [f"graph {graph.graph}, {graph.direction}: {plural(calls, 'call')}"]
     if graph.kernels:
-        shown = ", ".join(map(name, graph.kernels[:_KERNELS]))
+        shown = ", ".join(name(kernel_name(k)) for k in graph.kernels[:_KERNELS])
         more = f" and {len(graph.kernels) - _KERNELS} more" if len(graph.kernels) > _KERNELS else ""
         words.append(f"{plural(len(graph.kernels), 'generated kernel')} ({shown}{more})")
     if graph.dynamic:
@@ -88,7 +88,10 @@ def _extern(trace: Trace, function: CompiledFunction, picks: Picks) -> Iterator[
     found: Counter[tuple[str, str]] = Counter()
     chosen = picks.among(function.ops)
     for op in function.ops:
-        op_name = trace.op_info(int(trace.ops.signature[op])).name
+        info = trace.op_info(int(trace.ops.signature[op]))
+        if info.view:
+            continue
+        op_name = info.name
         found[op_name, _kernel(chosen.get(op), op_name)] += 1
     for (op_name, kernel), times in found.most_common(_ROWS):
         yield f"{name(op_name)} x{times}{kernel}"
