@@ -163,6 +163,7 @@ def process_wide() -> dict[str, Any]:
         for name in GLOBAL_HOOKS
     }
     dynamo = sys.modules.get("torch._dynamo.callback")
+    inductor = sys.modules.get("torch._inductor.output_code")
     handler = None if dynamo is None else dynamo.callback_handler
     return hooks | {
         "hook check": torch_module._has_any_global_hook,
@@ -170,6 +171,7 @@ def process_wide() -> dict[str, Any]:
         "filters": list(warnings.filters),
         "dispatch modes": torch._C._len_torch_dispatch_stack(),
         "function modes": torch._C._len_torch_function_stack(),
+        "compiled code": inductor and inductor.CompiledFxGraph.__call__,
         "compile callbacks": handler and (*handler.start_callbacks, *handler.end_callbacks),
     }
 

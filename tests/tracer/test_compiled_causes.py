@@ -51,7 +51,7 @@ class Net(nn.Module):
 
 def record(path: Path, *steps: Step) -> Path:
     model, x = Net(*steps), torch.randn(5, 8)
-    with torch.no_grad(), opdrift.record(path, model=model):
+    with torch.no_grad(), opdrift.record(path, model=model, overwrite=True):
         model(x)
     return path
 
@@ -247,3 +247,32 @@ def test_a_buffer_that_a_region_hands_over_was_not_written_in_place(diff):
     found = diff((lambda x, w: (torch.tanh(x) * 2.0).mm(w),), (extern,))
 
     assert found.verdict == "rounding"
+
+
+def narrow(x: Tensor, w: Tensor) -> Tensor:
+    """The product in bfloat16."""
+    return torch.tanh(x.bfloat16().mm(w.bfloat16()).float()) * 2.0
+
+
+def narrow_compiled(factor: float = 2.0) -> Compiled:
+    kernel = unseen(lambda h: torch.tanh(h.float()) * factor)
+    return Compiled(lambda inputs: [kernel(inputs[0].bfloat16().mm(inputs[1].bfloat16()))])
+
+
+@pytest.mark.parametrize("left", [eager, compiled()], ids=["eager", "compiled"])
+def test_a_region_that_computes_in_fewer_bits_is_dtype(diff, left: Step):
+    """The types of its calls of torch's own tell."""
+    found = diff((left,), (narrow_compiled(),))
+
+    assert found.verdict == "diverged"
+    assert found.first is not None
+    assert found.first.cause.slug == "dtype"
+
+
+def test_a_region_in_the_same_type_as_eager_code_only_rounds(diff):
+    """Casts that kernels do for themselves do not show, and are no sign of another type."""
+    kernel = unseen(lambda x, w: narrow(x, w) * (1 + 2e-7))
+    unseen_product = Compiled(lambda inputs: [kernel(*inputs)])
+
+    assert diff((narrow,), (narrow_compiled(ROUNDED),)).verdict == "rounding"
+    assert diff((narrow,), (unseen_product,)).verdict == "rounding"

@@ -318,3 +318,20 @@ def dynamo() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+def test_a_buffer_of_generated_code_that_is_handed_over_has_the_region_as_maker():
+    """A kernel filled it and torch's own read it; saved for the backward pass it is the region's, no leaf."""
+    from opdrift.contents import Contents
+
+    def code(inputs: list[Tensor]) -> list[Tensor]:
+        buffer = unseen(torch.neg)(inputs[0])
+        return [buffer, buffer.mm(buffer)]
+
+    with recording() as made:
+        kept, _ = Compiled(code)(ONES)
+        kept.add(1.0)
+
+    reader = made.ops[-1]
+    maker = Contents(made.trace).maker[reader.inputs[0]]
+    assert made.ops[maker].name == REGION

@@ -14,6 +14,8 @@ import torch
 import typing_extensions
 from torch.nn.modules.module import Module
 
+from opdrift.compilations import plain_name
+
 #: The frame at which the walk stops: the module hook has stored the line of its caller.
 CALL_IMPL: Final = Module._call_impl.__code__
 _PACKAGE: Final = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -118,7 +120,7 @@ class Sources:
         return self.find(frame.f_back if frame is not None else None, fallback)
 
     def _line(self, code: CodeType, line: int | None) -> int:
-        key = (code.co_filename, line or 0, code.co_qualname)
+        key = (code.co_filename, line or 0, plain_name(code.co_qualname))
         found = self._ids.get(key)
         if found is None:
             if len(self._ids) >= _MAX_CODES:

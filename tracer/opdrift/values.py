@@ -487,21 +487,12 @@ class Values:
             outputs.append(entry[0])
 
     def handed_over(self, t: ThreadBuffers, tensors: Sequence[Tensor]) -> None:
-        """Register what a compiled region made in known memory and returns: its kernels may have written it last.
-
-        What it wrote with an op into a buffer of its own is looked at, and keeps that op as its maker if nothing has
-        changed it since; of what an op made there is nothing to hold it against, so it counts as written.
-        """
-        made: list[Tensor] = []
+        """Register what a compiled region made in known memory and returns: its kernels may have written it last."""
         for tensor in tensors:
             state: StorageState = getattr(tensor.untyped_storage(), self.key)
-            if not isinstance(state.special, Generated):
-                made.append(tensor)
-                continue
-            key = key_of(tensor)
-            entry = state.values.get(key) or self._make_another(t, state, key)
-            self._generated(t, tensor, state, entry, 0)
-        self.written(t, made, [])
+            if isinstance(state.special, Generated):
+                state.special = None
+        self.written(t, tensors, [])
 
     def storage_id(self, tensor: Tensor) -> int:
         """The number of a tensor's storage; 0 if nothing is known of it, or if it has none."""

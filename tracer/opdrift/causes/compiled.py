@@ -29,13 +29,16 @@ _TOLD: Final = 3
 
 
 def compile_(e: Evidence) -> Cause | None:
-    """What code that torch.compile made has to do with it."""
+    """What code that torch.compile made has to do with it; not where the runs compute in other types."""
+    gap = region_gap(e)
+    if gap is not None and gap.narrowed:
+        return None
     return _astray(e) or _written(e) or _compiled_on_one_side(e)
 
 
 def _astray(e: Evidence) -> Cause | None:
     """A region returns what its inputs do not explain."""
-    gap = gap_of(e.origin, e.shared.once(gaps))
+    gap = region_gap(e)
     if gap is None or not gap.is_material or not e.size.material:
         return None
     side = (e.case.left, e.case.right)[gap.number]
@@ -62,6 +65,20 @@ def _astray(e: Evidence) -> Cause | None:
         [*evidence, *last, *recompiled(e.case)],
         _STAGES + (_PRECISION if "float16" in "".join(filter(None, _types(e))) else "") + ".",
     )
+
+
+def region_gap(e: Evidence) -> Gap | None:
+    """The compiled region that an origin is, or that is a part of it, beside what the other run has for it."""
+    return gap_of(e.origin, e.shared.once(gaps))
+
+
+def stands_for(e: Evidence) -> tuple[list[int], list[int]]:
+    """The ops of each run that an origin is about: of a compiled region all that it stands for, in both runs."""
+    gap = region_gap(e)
+    if gap is None or not gap.others:
+        return e.ops_of(0), e.ops_of(1)
+    ops = [*gap.call.inside, gap.call.op], list(gap.others)
+    return ops if gap.number == 0 else (ops[1], ops[0])
 
 
 def _types(e: Evidence) -> tuple[str | None, str | None]:
@@ -251,9 +268,10 @@ def ran_compiled(e: Evidence) -> Iterator[str]:
     for number_, name in enumerate(SIDES):
         functions = (e.case.left, e.case.right)[number_].regions.functions
         for each in functions[:_TOLD]:
-            agree = max(
-                (g.after for g in found if g.number == number_ and _of(g, each)), default=None
-            )
+            own = [g for g in found if g.number == number_ and _of(g, each)]
+            # gradients that are zero but for rounding have nothing in common
+            ahead = [g.after for g in own if g.call.graph.direction != "backward"]
+            agree = max(ahead or [g.after for g in own], default=None)
             size = "" if agree is None else f"; its results agree to {number(agree)}"
             yield f"{name}: {in_words(each)}{size}"
         if len(functions) > _TOLD:

@@ -7,6 +7,7 @@ from typing import Final
 import numpy as np
 
 from opdrift.case import Side
+from opdrift.causes.compiled import region_gap, stands_for
 from opdrift.causes.evidence import Evidence, cause, scope, some
 from opdrift.compare import difference, number
 from opdrift.origins.kinds import makes_infinite, makes_nan
@@ -60,11 +61,13 @@ def _dtype_leaf(e: Evidence) -> Cause | None:
 
 
 def _dtype_op(e: Evidence) -> Cause | None:
-    if e.origin.story not in ("region", "op", "factory", "settings"):
+    if e.origin.story not in ("region", "op", "factory", "settings", "compiled"):
         return None
+    gap, ops = region_gap(e), stands_for(e)
+    if gap is not None and not gap.narrowed:
+        return None  # generated kernels may compute in a type that shows nowhere
     narrow = [
-        sorted(_types(side, e.ops_of(number)) & NARROW)
-        for number, (_, side, _) in enumerate(e.sides)
+        sorted(_types(side, ops[number]) & NARROW) for number, (_, side, _) in enumerate(e.sides)
     ]
     wanted = [s for s in e.origin.settings if s.name in ("dtype", "out_dtype")]
     types = e.dtypes()

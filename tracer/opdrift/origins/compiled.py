@@ -6,6 +6,7 @@ are equal, or nearly, its results must agree up to what rounding explains at the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -14,21 +15,32 @@ import numpy as np
 
 from opdrift.bounds import explained, gain_limit, grown
 from opdrift.bounds.products import PRODUCT_OPS
-from opdrift.bounds.view import base_name
-from opdrift.case import Case
+from opdrift.bounds.view import TINY, base_name
+from opdrift.case import Case, Side
 from opdrift.compare import dtype_epsilon
+from opdrift.origins.kinds import computes
 from opdrift.origins.leaves import order_of
 from opdrift.origins.model import Origin
 from opdrift.records import Sides
 from opdrift.regions import RegionCall
 from opdrift.sinks import find_sinks
-from opdrift.sizes import Size, measure, rounding_of
+from opdrift.sizes import NARROW, Size, measure, rounding_of
 from opdrift.tracefile.columns import Ints
 
 #: Products of a layer, by which the depth of a region is counted (as for whole runs).
 _PRODUCTS_A_LAYER: Final = 7
 #: Beyond one layer rounding settles (`bounds.grown`), but is not less than this many times that of its worst op.
 _WORST: Final = 3.0
+#: All ops but so many of the worst, and so many of the last, count for that.
+_FEW: Final = 0.9
+_LAST: Final = 4
+#: What an op of a kind that is not known may make of a difference.
+_GAIN: Final = 4.0
+#: So many results of a call, those that are furthest apart, are held against what rounding explains.
+_RESULTS: Final = 4
+#: What is smaller than the largest of a region's tensors by this much may be what is left where terms cancel (the gradient
+#: of a bias before a norm, of keys before a softmax: zero in theory): its difference is held against so much of that.
+_SMALL: Final = 1e-3
 #: A walk back through the other run's ops stops after this many.
 _WALK: Final = 20_000
 
@@ -41,11 +53,12 @@ class Gap:
         number: The run of the call: 0 for left, 1 for right.
         call: The call.
         before: The largest relative difference among its inputs: 0 if all are equal bit for bit.
-        after: The largest among its results that have a counterpart.
+        after: The largest among its results that have a counterpart, small ones held against the larger ones.
         limit: The largest that rounding explains there.
         values: That result, and what the other run has for it.
         others: Ops of the other run that make it of what the region was given, in order.
         nonfinite: One run's result has other NaN or infinite elements.
+        narrowed: One run computes there in a type of 16 bits or less, and the other does not.
     """
 
     number: int
@@ -56,11 +69,12 @@ class Gap:
     values: Sides[int]
     others: tuple[int, ...]
     nonfinite: bool
+    narrowed: bool
 
     @property
     def is_material(self) -> bool:
         """Whether rounding does not explain what comes out of what went in."""
-        return self.nonfinite or self.after > self.limit
+        return self.nonfinite or self.after > self.limit or (self.narrowed and self.after > 0)
 
 
 def gaps(case: Case) -> tuple[Gap, ...]:
@@ -131,6 +145,11 @@ def _origin(case: Case, gap: Gap) -> Origin:
     )
 
 
+def _ops_of(call: RegionCall | None, op: int) -> list[int]:
+    """An op, and of a compiled region what ran inside."""
+    return [op] if call is None else [*call.inside, op]
+
+
 class _Boundary:
     """Compares the values at the boundaries of one run's regions."""
 
@@ -143,6 +162,7 @@ class _Boundary:
         self._theirs: dict[int, int] = {}
         #: words of contents at the boundaries that the other run has, too
         self._shared: set[int] = set()
+        self._bounds: dict[tuple[bool, int], tuple[float, float] | None] = {}
         #: by op the difference of what a region of this run returned, where only others of it read that
         self._after: dict[int, float] = {}
 
@@ -152,7 +172,7 @@ class _Boundary:
         wanted = np.unique(
             np.concatenate([np.concatenate([ops.inputs[c.op], ops.outputs[c.op]]) for c in calls])
         )
-        self._match(wanted)
+        self._match(np.unique([*wanted, *map(self._root, wanted.tolist())]))
         for call in calls:
             found = self._gap(call)
             if found is None:
@@ -161,60 +181,109 @@ class _Boundary:
             if self._number == 1 or self._partner[call.op] < 0:
                 yield found
 
+    def _root(self, value: int) -> int:
+        """What a view was taken of."""
+        parents = self._side.contents.view_parent
+        while parents[value] >= 0:
+            value = int(parents[value])
+        return value
+
     def _match(self, wanted: Ints) -> None:
-        """Find what the other run has for values: what an op that both have reads, or a result of both."""
+        """Find what the other run has for values: results of both, and what an op that both have makes or reads."""
         case = self._case
         words = self._side.contents.by_lineage[wanted]
         self._shared = set(np.intersect1d(words, self._other.contents.by_lineage).tolist()) - {0}
-        for slots in (case.compared.outputs, case.compared.inputs):
-            mine, theirs = (slots.left, slots.right)[:: -1 if self._number else 1]
-            for k in np.flatnonzero(np.isin(mine, wanted)).tolist():
-                self._theirs.setdefault(int(mine[k]), int(theirs[k]))
         for sink in find_sinks(case.compared, case.left.leaves, case.right.leaves):
             pair = (sink.left, sink.right)[:: -1 if self._number else 1]
             if pair[0] is not None and pair[1] is not None:
                 self._theirs.setdefault(pair[0], pair[1])
+        for slots in (case.compared.outputs, case.compared.inputs):
+            mine, theirs = (slots.left, slots.right)[:: -1 if self._number else 1]
+            for k in np.flatnonzero(np.isin(mine, wanted)).tolist():
+                # copies are paired in their order, and gradients come in another one in each run
+                if computes(case.left, int(case.pairing.left[slots.pair[k]])):
+                    self._theirs.setdefault(int(mine[k]), int(theirs[k]))
 
     def _gap(self, call: RegionCall) -> Gap | None:
         before = self._before(call)
         if before is None:
             return None
-        trace = self._side.trace
-        worst: Gap | None = None
-        for value in dict.fromkeys(trace.ops.outputs[call.op].tolist()):
-            theirs = self._theirs.get(value)
-            gap = None if theirs is None else self._measured(value, theirs)
-            if theirs is None or gap is None:
-                continue
-            size, nonfinite = gap
-            if worst is not None and (worst.nonfinite, worst.after) >= (nonfinite, size):
-                continue
-            others = self._others(call, theirs)
-            limit = self._limit(call, others, theirs, before)
-            pair = (value, theirs)[:: -1 if self._number else 1]
-            worst = Gap(self._number, call, before, size, limit, Sides(*pair), others, nonfinite)
-        return worst
+        results = list(dict.fromkeys(self._side.trace.ops.outputs[call.op].tolist()))
+        floor = self._floor(results)
+        measured = [
+            (gap[1], gap[0], value)
+            for value in results
+            if value in self._theirs
+            and (gap := self._measured(value, self._theirs[value], floor)) is not None
+        ]
+        found = [
+            self._one(call, before, value, size, nonfinite=nonfinite)
+            for nonfinite, size, value in sorted(measured, reverse=True)[:_RESULTS]
+        ]
+        return max(found, key=lambda g: (g.nonfinite, g.after / max(g.limit, TINY)), default=None)
+
+    def _one(
+        self, call: RegionCall, before: float, value: int, size: float, *, nonfinite: bool
+    ) -> Gap:
+        theirs = self._theirs[value]
+        others = self._others(call, theirs)
+        return Gap(
+            number=self._number,
+            call=call,
+            before=before,
+            after=size,
+            limit=self._limit(call, others, theirs, before),
+            values=Sides(*((value, theirs)[:: -1 if self._number else 1])),
+            others=others,
+            nonfinite=nonfinite,
+            narrowed=self._narrowed(call, others),
+        )
+
+    def _narrowed(self, call: RegionCall, others: Sequence[int]) -> bool:
+        """Whether one run's types tell that it computes in fewer bits.
+
+        Those of generated kernels do not show, so that compiled code may be the narrower one without a sign of it.
+        """
+        regions = self._other.regions
+        theirs = [each for op in others for each in _ops_of(regions.at.get(op), op)]
+        mine, other = (
+            any(
+                side.trace.meta(int(v)).dtype in NARROW
+                for op in ops
+                for v in side.trace.ops.outputs[op]
+            )
+            for side, ops in ((self._side, _ops_of(call, call.op)), (self._other, theirs))
+        )
+        compiled = all(op in regions.at for op in others)
+        return (mine and not other) or (compiled and other and not mine)
 
     def _before(self, call: RegionCall) -> float | None:
         """The largest difference among what a call is given; None where that is not known."""
-        trace, contents = self._side.trace, self._side.contents
+        contents = self._side.contents
         largest = 0.0
-        for value in dict.fromkeys(trace.ops.inputs[call.op].tolist()):
+        given = list(dict.fromkeys(self._side.trace.ops.inputs[call.op].tolist()))
+        floor = self._floor(given)
+        for value in given:
             if int(contents.by_lineage[value]) in self._shared:
                 continue
+            value = value if value in self._theirs else self._root(value)
             theirs = self._theirs.get(value)
-            gap = None if theirs is None else self._measured(value, theirs)
+            gap = None if theirs is None else self._measured(value, theirs, floor)
             if gap is not None:
                 largest = max(largest, gap[0])
                 continue
+            made_by = int(contents.maker[value])
+            if made_by >= 0 and contents.tokens.factory[made_by]:
+                continue  # a constant, such as the gradient of a result that nobody used
             # what one region leaves for another, as for the backward pass, differs as the rest of its results
-            maker = self._after.get(int(contents.maker[value]))
+            maker = self._after.get(made_by)
             if maker is None:
                 return None
             largest = max(largest, maker)
         return largest
 
-    def _measured(self, mine: int, theirs: int) -> tuple[float, bool] | None:
+    def _measured(self, mine: int, theirs: int, floor: float) -> tuple[float, bool] | None:
+        """The difference of two values, relative to their norm or to a floor, and whether it is of NaN or infinities."""
         left, right = (mine, theirs)[:: -1 if self._number else 1]
         words = (
             self._case.left.contents.by_lineage[left],
@@ -225,7 +294,20 @@ class _Boundary:
         found = measure(self._case, left, right)
         if found is None or not found.comparable or found.relative is None:
             return None
-        return found.relative, found.nonfinite_changed
+        norm = self._norm(mine)
+        size = found.relative
+        if norm is not None and 0 < norm < floor:
+            size *= norm / floor
+        return size, found.nonfinite_changed
+
+    def _floor(self, values: Sequence[int]) -> float:
+        """The norm that a tensor of a region is at least held against."""
+        floats = [v for v in values if "float" in self._side.trace.meta(v).dtype]
+        return _SMALL * max((norm for v in floats if (norm := self._norm(v))), default=0.0)
+
+    def _norm(self, value: int) -> float | None:
+        found = self._side.nearest_fingerprint(value)
+        return None if found is None or not math.isfinite(found.ssq) else math.sqrt(found.ssq)
 
     def _others(self, call: RegionCall, value: int) -> tuple[int, ...]:
         """What the other run makes a value with, back to what the region was given."""
@@ -252,19 +334,32 @@ class _Boundary:
     def _limit(self, call: RegionCall, others: Sequence[int], value: int, before: float) -> float:
         """The largest difference that rounding explains of a result, given that of the inputs.
 
-        The sum over the ops that the region stands for; behind several layers no more than rounding settles at.
-        A difference that comes in may grow as at the op that magnifies most.
+        The sum over the ops that the region stands for; behind several layers no more than rounding settles at, and
+        than a multiple of that of all but the worst few and of the last: terms that cancel on the way to something
+        small say little of the result. A difference that comes in may grow as at the op that magnifies most.
         """
         side, ops = self._other, others
         if not ops or all(op in side.regions.at for op in ops):  # compiled there, too
             side, ops = self._side, call.inside
-        bounds = [b.loose for op in ops if (b := rounding_of(side, op)) and not b.cannot_judge]
-        products = sum(base_name(side.name(op)) in PRODUCT_OPS for op in ops)
         kernel = explained(self._side.views[call.op], 0).loose
-        bounds += [kernel] * max(1, len(call.graph.kernels))
+        bounds = [kernel] * max(1, len(call.graph.kernels))
+        known = [b for op in ops if (b := self._bound(side, op)) is not None]
+        bounds += [loose for loose, _ in known if loose < 1]
+        products = sum(base_name(side.name(op)) in PRODUCT_OPS for op in ops)
+        ordered = sorted(bounds)
+        worst = max(ordered[int(_FEW * (len(ordered) - 1))], *bounds[-_LAST:])
         unit = dtype_epsilon(self._other.trace.meta(value).dtype) / 2
         settled = grown(unit, -(-products // _PRODUCTS_A_LAYER))
-        rounding = min(sum(bounds), max(settled, _WORST * max(bounds)))
-        gains = [gain_limit(side.views[op]) for op in ops if rounding_of(side, op) is not None]
-        largest = max((min(g.formula, g.cap) for g in gains), default=4.0)
-        return rounding + largest * before
+        rounding = min(sum(bounds), max(settled, _WORST * worst))
+        return rounding + max((gain for _, gain in known), default=_GAIN) * before
+
+    def _bound(self, side: Side, op: int) -> tuple[float, float] | None:
+        """What rounding explains at an op, and its gain; None for views and ops without a result."""
+        key = (side is self._side, op)
+        if key not in self._bounds:
+            bound, gain = rounding_of(side, op), None
+            if bound is not None:
+                found = gain_limit(side.views[op])
+                gain = bound.loose, min(found.formula, found.cap)
+            self._bounds[key] = gain
+        return self._bounds[key]
