@@ -11,6 +11,7 @@ import numpy.typing as npt
 from opdrift.checkpoints import dropped
 from opdrift.gathers import gather_findings
 from opdrift.moves import moves
+from opdrift.neighbours import Neighbours
 from opdrift.overwritten import overwritten
 from opdrift.races import races
 from opdrift.records import READ_UNINITIALISED, Cause, Finding, Leaf, TensorArgument
@@ -54,7 +55,7 @@ def _hidden_writes(trace: Trace, steps: Steps) -> Iterator[Finding]:
     by_value: dict[int, list[Leaf]] = {}
     for leaf in changed:  # a storage under several names has a row for each
         by_value.setdefault(leaf.value, []).append(leaf)
-    storages = _Storages(trace)
+    storages = Neighbours(trace)
     for value, leaves in by_value.items():
         before = _content_before(trace, storages, value)
         now = trace.fingerprint(value)
@@ -90,7 +91,7 @@ def _hidden_writes(trace: Trace, steps: Steps) -> Iterator[Finding]:
         )
 
 
-def _nameless(trace: Trace, storages: _Storages, leaf: Leaf) -> str:
+def _nameless(trace: Trace, storages: Neighbours, leaf: Leaf) -> str:
     """What a storage without a name is: what an op wrote last, before it was found changed, or a constant."""
     outputs = trace.ops.outputs
     wrote = outputs.rows()[np.isin(outputs.values, storages.of(leaf.value))]
@@ -101,21 +102,7 @@ def _nameless(trace: Trace, storages: _Storages, leaf: Leaf) -> str:
     return "a nameless constant"
 
 
-class _Storages:
-    """The values of each storage."""
-
-    def __init__(self, trace: Trace) -> None:
-        self._storage = trace.values.storage
-        self._order = np.argsort(self._storage, kind="stable")
-        self._sorted = self._storage[self._order]
-
-    def of(self, value: int) -> Ints:
-        """All values in the same storage as this one."""
-        start, end = np.searchsorted(self._sorted, self._storage[value] + np.array([0, 1]))
-        return self._order[start:end]
-
-
-def _content_before(trace: Trace, storages: _Storages, value: int) -> Fingerprint | None:
+def _content_before(trace: Trace, storages: Neighbours, value: int) -> Fingerprint | None:
     """The fingerprint that the same part of the same storage had when last known."""
     columns, same = trace.values, storages.of(value)
     known = (columns.offset[same] == columns.offset[value]) & (
@@ -134,7 +121,7 @@ def _content_before(trace: Trace, storages: _Storages, value: int) -> Fingerprin
 def _uninitialised(trace: Trace, steps: Steps) -> Iterator[Finding]:
     """The first op that reads each piece of unwritten memory; what follows from it is not said again."""
     seen: set[int] = set()
-    storages = _Storages(trace)
+    storages = Neighbours(trace)
     for index in np.flatnonzero(trace.ops.flags & READ_UNINITIALISED).tolist():
         op = trace.op(index)
         made = _unwritten(trace, storages, op.inputs)
@@ -168,7 +155,7 @@ def _uninitialised(trace: Trace, steps: Steps) -> Iterator[Finding]:
         )
 
 
-def _unwritten(trace: Trace, storages: _Storages, inputs: Sequence[int]) -> int:
+def _unwritten(trace: Trace, storages: Neighbours, inputs: Sequence[int]) -> int:
     """The op that made the first unwritten input's storage; -1 if that is not known."""
     for value in inputs:
         makers = trace.producer[storages.of(value)] if value else np.zeros(0, np.int64)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from opdrift.neighbours import Neighbours
 from opdrift.provenance import Lineage
 from opdrift.provenance.ops import COPIES, DRAWS, FILLS, operator
 from opdrift.records import Cause, Finding
@@ -23,12 +24,12 @@ def overwritten(trace: Trace, step_at: Callable[[int | None], int | None]) -> It
         step_at: The step of the program that an op belongs to.
     """
     names = _parameters(trace)
-    lineage = Lineage(trace)
+    lineage, near = Lineage(trace), Neighbours(trace)
     groups: dict[object, list[tuple[str, int, int]]] = {}
     for index in _draws(trace):
         value = int(trace.ops.outputs[index][0])
         name = names.get(int(trace.values.storage[value]))
-        load = _unread_load(trace, lineage, index, value) if name is not None else None
+        load = _unread_load(trace, lineage, near, index, value) if name is not None else None
         if name is not None and load is not None:
             key = int(trace.ops.source[index]), int(trace.ops.signature[load])
             groups.setdefault(key, []).append((name, load, index))
@@ -56,15 +57,16 @@ def _draws(trace: Trace) -> list[int]:
     return [int(i) for i in np.flatnonzero(hits)]
 
 
-def _unread_load(trace: Trace, lineage: Lineage, index: int, value: int) -> int | None:
+def _unread_load(
+    trace: Trace, lineage: Lineage, near: Neighbours, index: int, value: int
+) -> int | None:
     """The op that copied what an op overwrites wholly, if nothing read it in between."""
-    columns = trace.values
-    before = np.flatnonzero(
-        (columns.storage == columns.storage[value])
-        & (columns.write == columns.write[value] - 1)
-        & (columns.offset == columns.offset[value])
-        & (columns.meta == columns.meta[value])
-    )
+    columns, before = trace.values, near.of(value)
+    before = before[
+        (columns.write[before] == columns.write[value] - 1)
+        & (columns.offset[before] == columns.offset[value])
+        & (columns.meta[before] == columns.meta[value])
+    ]
     if not len(before):
         return None
     load = int(trace.producer[before[0]])

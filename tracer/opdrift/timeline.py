@@ -10,6 +10,7 @@ import numpy as np
 
 from opdrift.contents import Contents
 from opdrift.leaves import STARTS
+from opdrift.neighbours import Key, Neighbours
 from opdrift.provenance.ops import COPIES, DRAWS, FILLS, REBINDING, operator
 from opdrift.records import Leaf, Mark
 from opdrift.shards import names_of
@@ -22,8 +23,6 @@ What = Literal[
     "reshard", "data", "resize", "end",
 ]  # fmt: skip
 
-#: Digest, components and component type of a content.
-Key = tuple[int, int, int]
 #: Marks of integrations that are about parameters, and what they are called here.
 _MARKS: Final[Mapping[str, What]] = {
     "gather": "gather",
@@ -114,16 +113,14 @@ class Timelines:
     trace: Trace
     contents: Contents = field(init=False)
     _steps: Steps = field(init=False)
-    _by_storage: Ints = field(init=False)
-    _sorted: Ints = field(init=False)
+    _near: Neighbours = field(init=False)
     _read: Ints = field(init=False)
     _reader: Ints = field(init=False)
 
     def __post_init__(self) -> None:
         self.contents = Contents(self.trace)
         self._steps = Steps(self.trace)
-        self._by_storage = np.argsort(self.trace.values.storage, kind="stable")
-        self._sorted = self.trace.values.storage[self._by_storage]
+        self._near = Neighbours(self.trace)
         inputs = self.trace.ops.inputs
         counted = np.flatnonzero(self.contents.counted)
         order = counted[np.argsort(inputs.values[counted], kind="stable")]
@@ -171,8 +168,7 @@ class Timelines:
     def _ops_on(self, place: _Place) -> Iterator[_Draft]:
         """Writes into a place, and the first reader of each content."""
         trace, states = self.trace, self.contents.states
-        start, end = np.searchsorted(self._sorted, place.storage + np.array([0, 1]))
-        values = self._by_storage[start:end]
+        values = self._near.in_storage(place.storage)
         for state in np.unique(states.of[values]).tolist():
             inside = values[states.of[values] == state]
             own = self._value(place, inside)

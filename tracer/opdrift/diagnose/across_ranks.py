@@ -180,7 +180,10 @@ class _Check:
             ops,
             name=first.replica.name,
             members=tuple(split.replica.name for split in group[1:]),
-            gap=difference(first.left.print, first.right.print),
+            gap=difference(
+                self._replicas.print(first.usual, first.left),
+                self._replicas.print(first.odd[0], first.right),
+            ),
         )
 
     def _writer(self, rank: int, value: int, step: int) -> Op | None:

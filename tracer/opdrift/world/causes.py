@@ -185,7 +185,7 @@ def of_split(world: World, replicas: Replicas, group: Sequence[Split]) -> Cause:
     )
     when = "when the run began" if not first.left.step else f"after its write {first.left.step}"
     evidence = [
-        f"{first.replica.name}: {describe(difference(first.left.print, first.right.print))}",
+        f"{first.replica.name}: {describe(difference(replicas.print(first.usual, first.left), replicas.print(first.odd[0], first.right)))}",
         f"it should be equal: {first.replica.why}",
     ]
     if first.left.step:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
 
+from opdrift.neighbours import Neighbours
 from opdrift.records import Mark
 from opdrift.tracefile.reader import Trace
 
@@ -135,6 +136,13 @@ class World:
             trace.header.rank or 0: trace
             for trace in sorted(traces, key=lambda t: t.header.rank or 0)
         }
+        self._neighbours: dict[int, Neighbours] = {}
+
+    def neighbours(self, rank: int) -> Neighbours:
+        """Which values of a rank lie together."""
+        if rank not in self._neighbours:
+            self._neighbours[rank] = Neighbours(self.traces[rank])
+        return self._neighbours[rank]
 
     @property
     def size(self) -> int:

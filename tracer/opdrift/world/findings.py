@@ -73,7 +73,7 @@ def _is_handed(world: World, finding: Finding) -> bool:
         part.nonfinite
         for rank, member in meeting.members.items()
         if rank != finding.rank
-        for handed in given(world.traces[rank], member)
+        for handed in given(world, member)
         if handed is not None
         for part in handed.parts
     )

@@ -13,7 +13,7 @@ from opdrift import composition
 from opdrift.records import TensorArgument
 from opdrift.tracefile.fingerprints import Fingerprint
 from opdrift.tracefile.reader import Trace
-from opdrift.world.collectives import Collective
+from opdrift.world.collectives import Collective, World
 
 #: Which argument of a c10d op holds what a rank gives, as far as contents are looked at.
 _GIVEN: Final = {"all_reduce": 0, "broadcast": 0, "reduce": 0, "all_gather": 1, "reduce_scatter": 1}
@@ -50,24 +50,26 @@ class Handed:
         return sum(part.n for part in self.parts)
 
 
-def given(trace: Trace, part: Collective) -> Sequence[Handed | None]:
+def given(world: World, part: Collective) -> Sequence[Handed | None]:
     """What a rank gave, a tensor each; None where that is not known."""
     if part.index is None:
         return ()
+    trace = world.traces[part.rank]
     if _is_functional(part):
         values = list(trace.op(part.index).inputs)
     else:
         values = _argument(trace, part.index, _GIVEN.get(part.what, 0))
-    return [_known(trace, value) for value in values]
+    return [_known(world, part.rank, value) for value in values]
 
 
-def got(trace: Trace, part: Collective) -> Sequence[Handed | None]:
+def got(world: World, part: Collective) -> Sequence[Handed | None]:
     """What a rank got, a tensor each; None where that is not known."""
     if part.index is None:
         return ()
-    op = trace.op(part.index)
-    values = _waited(trace, op.outputs) if _is_functional(part) else op.outputs[: op.mutated]
-    return [_known(trace, value) for value in values]
+    op = world.traces[part.rank].op(part.index)
+    functional = _is_functional(part)
+    values = _waited(world, part.rank, op.outputs) if functional else op.outputs[: op.mutated]
+    return [_known(world, part.rank, value) for value in values]
 
 
 def _is_functional(part: Collective) -> bool:
@@ -92,35 +94,37 @@ def _tensors_in(argument: object) -> int:
     return sum(map(_tensors_in, argument)) if isinstance(argument, tuple) else 0
 
 
-def _waited(trace: Trace, outputs: Sequence[int]) -> list[int]:
+def _waited(world: World, rank: int, outputs: Sequence[int]) -> list[int]:
     """What a functional collective returned, as it is once `wait_tensor` has filled it; 0 where nobody waited."""
-    storage, write = trace.values.storage, trace.values.write
+    columns = world.traces[rank].values
     found = []
     for output in outputs:
-        later = np.flatnonzero((storage == storage[output]) & (write == write[output] + 1))
-        known = later[trace.values.fingerprint[later] >= 0]
+        near = world.neighbours(rank).of(output)
+        later = near[columns.write[near] == columns.write[output] + 1]
+        known = later[columns.fingerprint[later] >= 0]
         found.append(int(known[0]) if len(known) else 0)
     return found
 
 
-def _known(trace: Trace, value: int) -> Handed | None:
-    own = trace.fingerprint(value) if value else None
+def _known(world: World, rank: int, value: int) -> Handed | None:
+    own = world.traces[rank].fingerprint(value) if value else None
     if own is not None:
         return Handed((own,))
-    parts = _parts(trace, value) if value else ()
+    parts = _parts(world, rank, value) if value else ()
     return Handed(parts) if parts else None
 
 
-def _parts(trace: Trace, value: int) -> tuple[Fingerprint, ...]:
+def _parts(world: World, rank: int, value: int) -> tuple[Fingerprint, ...]:
     """Fingerprints of parts that make up a value end to end; none if they do not."""
+    trace = world.traces[rank]
     columns = trace.values
-    same = (columns.storage == columns.storage[value]) & (columns.write == columns.write[value])
-    candidates = np.flatnonzero(same & (columns.fingerprint >= 0))
+    near = world.neighbours(rank).in_state(value)
+    candidates = near[columns.fingerprint[near] >= 0]
     start = end = int(columns.offset[value])
     found: list[Fingerprint] = []
     for part in candidates[np.argsort(columns.offset[candidates], kind="stable")].tolist():
-        fingerprint = trace.fingerprint(part)
-        if int(columns.offset[part]) == end and fingerprint is not None and _is_dense(trace, part):
+        fingerprint = trace.fingerprint(part) if int(columns.offset[part]) == end else None
+        if fingerprint is not None and _is_dense(trace, part):
             found.append(fingerprint)
             end += math.prod(trace.meta(part).shape)
     return tuple(found) if end - start == math.prod(trace.meta(value).shape) else ()

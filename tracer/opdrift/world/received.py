@@ -79,8 +79,8 @@ class Exchanges:
         if rank not in other.members:
             return False
         pairs = zip(
-            given(self._worlds.left.traces[rank], one.members[rank]),
-            given(self._worlds.right.traces[rank], other.members[rank]),
+            given(self._worlds.left, one.members[rank]),
+            given(self._worlds.right, other.members[rank]),
             strict=False,
         )
         return any(a is not None and b is not None and a.key != b.key for a, b in pairs)

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
-import numpy as np
-
 from opdrift.contents import Contents
+from opdrift.neighbours import Key
 from opdrift.provenance.ops import COPIES, operator
 from opdrift.records import Leaf
 from opdrift.shards import sharding
@@ -51,7 +50,7 @@ class State:
 
     step: int
     value: int
-    print: Fingerprint
+    key: Key
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +79,7 @@ class Replicas:
         self._world = world
         self._contents: dict[int, Contents] = {}
         self._entries = {rank: _entries(trace) for rank, trace in world.traces.items()}
+        self._gradients = {rank: _gradients(trace) for rank, trace in world.traces.items()}
         self._sharded = {name for trace in world.traces.values() for name in sharded(trace)}
 
     def contents(self, rank: int) -> Contents:
@@ -149,7 +149,7 @@ class Replicas:
             if self._is_replaced(known, step):
                 continue
             at = {rank: states[min(step, len(states) - 1)] for rank, states in known.items()}
-            odd, usual = minority({rank: state.print.key for rank, state in at.items()})
+            odd, usual = minority({rank: state.key for rank, state in at.items()})
             if odd:
                 return Split(replica, odd, usual, at[usual], at[odd[0]])
         return None
@@ -172,15 +172,15 @@ class Replicas:
         leaf = self._entries[rank].get(name)
         if leaf is None:
             return ()
-        trace, columns = self._world.traces[rank], self._world.traces[rank].values
-        same = (columns.storage == columns.storage[leaf.value]) & (
-            columns.offset == columns.offset[leaf.value]
-        )
-        same &= (columns.meta == columns.meta[leaf.value]) & (columns.fingerprint >= 0)
-        found = np.flatnonzero(same)
-        values = found[np.argsort(columns.write[found], kind="stable")].tolist()
-        prints = [(v, trace.fingerprint(v)) for v in values]
-        return [State(i, v, p) for i, (v, p) in enumerate(prints) if p is not None]
+        near = self._world.neighbours(rank)
+        known = ((value, near.key(value)) for value in near.versions(leaf.value).tolist())
+        return [State(step, v, key) for step, (v, key) in enumerate(known) if key is not None]
+
+    def print(self, rank: int, state: State) -> Fingerprint:
+        """The fingerprint of a content."""
+        found = self._world.traces[rank].fingerprint(state.value)
+        assert found is not None  # a state is known by it
+        return found
 
     # ---- which ------------------------------------------------------------------------------------------
 
@@ -201,15 +201,13 @@ class Replicas:
                 found[name] = leaf
         return found
 
-    def _keys(
-        self, name: str, leaves: Mapping[int, Mapping[str, Leaf]]
-    ) -> dict[int, tuple[int, int, int]]:
-        prints = {
-            rank: self._world.traces[rank].fingerprint(by_name[name].value)
+    def _keys(self, name: str, leaves: Mapping[int, Mapping[str, Leaf]]) -> dict[int, Key]:
+        keys = {
+            rank: self._world.neighbours(rank).key(by_name[name].value)
             for rank, by_name in leaves.items()
             if name in by_name
         }
-        return {rank: p.key for rank, p in prints.items() if p is not None}
+        return {rank: key for rank, key in keys.items() if key is not None}
 
     def _mostly_equal(self, shared: Mapping[str, Leaf]) -> tuple[bool, float]:
         """Whether almost all that the ranks hold is equal, and the share; constants are no evidence."""
@@ -241,9 +239,9 @@ class Replicas:
         leaf = self._entries[rank][name]
         size = math.prod(trace.meta(leaf.value).shape)
         starts = [
-            each.value for each in trace.leaves if each.kind == "gradient" and each.name == name
+            *self._gradients[rank].get(name, ()),
+            *(state.value for state in self.history(rank, name)),
         ]
-        starts += [state.value for state in self.history(rank, name)]
         return _collective_behind(self._world, rank, contents, starts, size)
 
 
@@ -309,6 +307,15 @@ def _entries(trace: Trace) -> dict[str, Leaf]:
     for leaf in trace.leaves:
         if leaf.kind in ("parameter", "buffer") and leaf.when in ("entry", "use") and leaf.name:
             found.setdefault(leaf.name, leaf)
+    return found
+
+
+def _gradients(trace: Trace) -> dict[str, list[int]]:
+    """Name of a parameter -> its gradients at the end."""
+    found: dict[str, list[int]] = {}
+    for leaf in trace.leaves:
+        if leaf.kind == "gradient":
+            found.setdefault(leaf.name, []).append(leaf.value)
     return found
 
 

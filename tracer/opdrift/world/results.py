@@ -63,7 +63,7 @@ def unread(world: World) -> int:
     """Collectives whose results should be equal and are known on fewer than two ranks: nobody read them in time."""
     return sum(
         meeting.what in _ALIKE
-        and sum(any(got(world.traces[r], part)) for r, part in meeting.members.items()) < 2
+        and sum(any(got(world, part)) for r, part in meeting.members.items()) < 2
         for meeting in world.meetings
     )
 
@@ -84,8 +84,8 @@ def minority(keys: Mapping[int, object]) -> tuple[tuple[int, ...], int]:
 
 
 def _check(world: World, meeting: Meeting) -> WrongResult | None:
-    inputs = {rank: given(world.traces[rank], part) for rank, part in meeting.members.items()}
-    outputs = {rank: got(world.traces[rank], part) for rank, part in meeting.members.items()}
+    inputs = {rank: given(world, part) for rank, part in meeting.members.items()}
+    outputs = {rank: got(world, part) for rank, part in meeting.members.items()}
     if meeting.what in _ALIKE:
         unequal = _unequal(meeting, outputs)
         if unequal is not None:
