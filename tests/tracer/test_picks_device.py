@@ -145,6 +145,17 @@ def test_the_reports_on_one_trace_show_kernels():
     assert "nccl, launched by nothing that the profiler saw" in shown
 
 
+def test_why_nothing_was_seen_is_said_once():
+    """A profiler of the program's that came and went."""
+    build = Builder()
+    for _ in range(3):
+        build.mark("kernels", source="profiler", refused="the program started its own profiler")
+
+    shown = kernel_report(build.build(), [], Screen())
+
+    assert shown.count("the program started its own profiler") == 1
+
+
 # ---- two runs ----------------------------------------------------------------------------------------------
 
 

@@ -288,6 +288,21 @@ def test_the_programs_profiler_takes_over_and_gives_back(watched: Watched, x: to
     assert watched.refused == ["the program started its own profiler, and there can be only one"]
 
 
+def test_a_profiler_that_comes_and_goes_is_logged_once(
+    watched: Watched, caplog: pytest.LogCaptureFixture
+):
+    """The trace tells each stretch of ops that was not watched."""
+    for _ in range(3):
+        watched.run("gemm")
+        with profile(activities=[ProfilerActivity.CPU]):
+            watched.run("gemm")
+    watched.windows.close()
+
+    assert sorted(watched.names) == [1, 3, 5]
+    assert len(watched.refused) == 3
+    assert len(caplog.records) == 1
+
+
 def test_a_profiler_that_ran_before_keeps_running(x: torch.Tensor):
     """Ours waits until it has ended."""
     watched = Watched()
@@ -323,19 +338,24 @@ def test_a_profiler_with_a_schedule_is_left_alone_from_its_warm_up_on(
     assert sorted(watched.names) == [1, 2, 3, 4, 5, 6, 19, 20, 21, 22, 23, 24]
 
 
-def test_a_warm_up_that_began_before_the_recording_is_done_again(x: torch.Tensor):
-    """It cannot be seen that one is under way."""
-    watched = Watched()
+def test_a_warm_up_that_began_before_the_recording_is_not_disturbed(x: torch.Tensor):
+    """Also if the recording is over before the profile starts, which would end the process."""
+    watched, brief = Watched(), Watched()
     with scheduled() as user:
         user.step()
+        brief.windows.attach()
+        brief.compute(lambda: torch.relu(x), 6)
+        brief.windows.close()
         watched.windows.attach()
         watched.compute(lambda: torch.relu(x), 6)
         user.step()
         watched.compute(lambda: torch.relu(x), 6)
+    watched.compute(lambda: torch.relu(x), 6)
     watched.windows.close()
 
     assert names_of(user).count("aten::relu") == 6
-    assert sorted(watched.names) == [1, 2, 3, 4, 5, 6]
+    assert sorted(brief.names) == []
+    assert sorted(watched.names) == [13, 14, 15, 16, 17, 18]
 
 
 def test_a_profiler_on_another_thread_keeps_its_events(watched: Watched, x: torch.Tensor):

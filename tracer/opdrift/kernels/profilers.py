@@ -7,6 +7,7 @@ begins, and the only places where that can be seen are the names by which torch'
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Final, Literal
@@ -45,8 +46,6 @@ class ProgramsProfiler:
         self._replaced: list[tuple[ModuleType, str, _Hook]] = []
         #: prepared or started, and not ended
         self._at_work = False
-        #: whether we have profiled: what it prepared before we looked on is undone then
-        self._undone = False
 
     @property
     def runs(self) -> bool:
@@ -59,6 +58,7 @@ class ProgramsProfiler:
         """Look on from now on; False, and nothing done, if another recorder does."""
         if isinstance(torch._C._autograd._enable_profiler, _Hook):
             return False
+        self._at_work = _is_warming_up()
         for stage, name, modules in _HOOKS:
             for module in modules:
                 original = getattr(module, name, None)
@@ -76,21 +76,23 @@ class ProgramsProfiler:
             if getattr(module, name) is hook:
                 setattr(module, name, hook.original)
 
-    def we_profile(self) -> None:
-        """A profile of ours is about to start."""
-        self._undone = True
-
-    def reached(self, stage: Stage, arguments: tuple[Any, ...]) -> None:
+    def reached(self, stage: Stage) -> None:
         """Its profiler is about to be prepared or started, or has ended."""
-        if stage == "end":
-            self._at_work = False
-            return
-        seen, self._at_work = self._at_work, True
-        self._before()
-        if stage == "start" and self._undone and not seen and any(arguments[1:]):
-            # it was warmed up before we looked on, and a profile of ours has undone that: without this the
-            # process would end when it reads its events
-            prepare(*arguments)
+        self._at_work = stage != "end"
+        if self._at_work:
+            self._before()
+
+
+def _is_warming_up() -> bool:
+    """Whether a profiler of the program's was prepared, and has not ended.
+
+    Nothing but the object itself tells: kineto is not asked for it, and a profile of ours would undo it, which ends
+    the process when the program's is read. Looking for the object takes tens of milliseconds, once.
+    """
+    return any(
+        isinstance(found, profiler.profile) and found.entered and found.kineto_results is None
+        for found in gc.get_referrers(profiler.profile)
+    )
 
 
 class _Hook:
@@ -108,12 +110,12 @@ class _Hook:
         if programs is None:
             return self.original(*args, **kwargs)
         if self._stage != "end":
-            programs.reached(self._stage, args)
+            programs.reached(self._stage)
             return self.original(*args, **kwargs)
         try:
             return self.original(*args, **kwargs)
         finally:
-            programs.reached("end", args)
+            programs.reached("end")
 
 
 hide_from_dynamo(_Hook.__call__)

@@ -128,6 +128,7 @@ class Windows:
             _ExperimentalConfig(profile_all_threads=True),
         )
         self._off = self._said = False
+        self._logged: set[str] = set()
         #: when the present window was opened; 0 while there is none
         self._opened = 0
         self._intervals: list[Interval] = []
@@ -198,7 +199,6 @@ class Windows:
             self._off = True
             self._refuse("this build of torch has no profiler for the device (CUPTI or roctracer)")
             return False
-        self._programs.we_profile()
         opening = now()
         with _quiet():
             profilers.prepare(self._config, set(self._device.activities))
@@ -257,11 +257,14 @@ class Windows:
                 self._give_up(error)
 
     def _refuse(self, why: str) -> None:
-        """Say once for each stretch of ops why they are not watched."""
+        """Say why ops are not watched: in the trace for each stretch of them, in the log once."""
         if self._said:
             return
         self._said = True
         self._observed.refuse(why)
+        if why in self._logged:
+            return  # a profiler with a schedule comes and goes
+        self._logged.add(why)
         log.warning(
             "opdrift records no kernel names from here on: %s. The run is not affected%s.",
             why,

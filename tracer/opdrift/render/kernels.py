@@ -97,7 +97,7 @@ def group_object(group: KernelGroup) -> dict[str, Any]:
 def kernel_report(trace: Trace, ops: Sequence[int], screen: Screen) -> str:
     """Which implementations ran in which modules, how often, and why not another."""
     page = Page(screen)
-    for why in Observed(trace).refused:
+    for why in dict.fromkeys(Observed(trace).refused):
         page.line(f"which kernels ran was not observed: {readable(why)}", "quiet", hang=2)
     groups = kernel_groups(trace, Picks(trace).among(ops))
     if not groups:
