@@ -449,6 +449,7 @@ def test_what_is_seen_is_what_torchs_rules_say(tmp_path: Path):
     rng = random.Random(3)
     makers = (product, product, whole, convolution, other)
     cases = [rng.choice(makers)(rng) for _ in range(200)]
+    cases.append(lambda: torch.mv(torch.ones(10, 5), torch.ones(1).expand(5)))
     with torch.no_grad(), opdrift.record(tmp_path / "t", kernels="full", integrity="off"):
         for case in cases:
             case()

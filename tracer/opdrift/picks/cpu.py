@@ -183,10 +183,13 @@ def _product(name: str, dtype: str, size: int, batch: int | None, flag: Get) -> 
 def _vector(
     op: Op, metas: list[TensorMeta], arguments: Mapping[str, Argument], flag: Get
 ) -> Pick | None:
-    """mv, addmv; torch hands no complex ones to BLAS."""
-    matrix = metas[-2]
+    """mv, addmv; torch hands BLAS no complex ones, and no vector that is expanded (`gemv_use_fast_path`)."""
+    matrix, vector = metas[-2:]
     blas = {"float32": "SGEMV", "float64": "DGEMV"}.get(matrix.dtype)
-    return _level2(op.name, "GEMV", matrix, blas, flag)
+    found = _level2(op.name, "GEMV", matrix, blas, flag)
+    if found is not None and found.library == "MKL" and vector.stride == (0,):
+        return Pick(f"{op.name}: own GEMV", "ATen", None, "the vector is one number, expanded")
+    return found
 
 
 def _dot(
