@@ -34,19 +34,23 @@ START = """
 RUNS = (
     START
     + """
-    def train(model, recorder, poke=lambda step: None):
+    def made(seed):
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
+
+    def train(model, recorder=None, poke=lambda step: None):
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
         torch.manual_seed(rank)
         for step in range(2):
-            recorder.mark("step", step=step)
+            if recorder is not None:
+                recorder.mark("step", step=step)
             optimizer.zero_grad()
             model(torch.randn(4, 8)).sum().backward()
             poke(step)
             optimizer.step()
 
     for name in ("right", "unseeded", "gradient"):
-        torch.manual_seed(rank if name == "unseeded" else 0)
-        net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
+        net = made(rank if name == "unseeded" else 0)
         model = DistributedDataParallel(net, init_sync=name != "unseeded")
 
         def poke(step):
@@ -55,6 +59,20 @@ RUNS = (
 
         with opdrift.record(f"{name}.trace", model=model) as recorder:
             train(model, recorder, poke)
+
+    states = []
+    for name in ("plain", "right", "synchronised"):
+        os.environ["OPDRIFT_SYNCHRONISED"] = str(int(name == "synchronised"))
+        model = DistributedDataParallel(made(0))
+        if name == "plain":
+            train(model)
+        else:
+            with opdrift.record(f"again-{name}.trace", model=model):
+                train(model)
+        states.append([*model.state_dict().values(), torch.get_rng_state()])
+    for recorded in states[1:]:
+        assert all(map(torch.equal, states[0], recorded)), "recording changed the run"
+    os.environ["OPDRIFT_SYNCHRONISED"] = "0"
 
     x = torch.arange(64.0) * (rank + 1)
     other = dist.new_group([0, 1])
@@ -152,6 +170,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_training_with_equal_replicas_has_no_findings(runs: Path):
     """Buffers are broadcast, gradients reduced while the program goes on; batches differ between the ranks."""
     assert found_in(runs / "right.trace") == []
+
+
+@pytest.mark.slow
+def test_training_is_the_same_when_it_is_recorded(runs: Path):
+    """The program holds weights, buffers and random state against those of a run without recorder, bit for bit."""
+    for name in ("right", "synchronised"):
+        trace = opdrift.load(runs / f"again-{name}.trace", rank=0)
+        assert trace.footer is not None
+        assert trace.footer.failures == ()
 
 
 @pytest.mark.slow
