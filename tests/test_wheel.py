@@ -13,6 +13,8 @@ import pytest
 
 pytest.importorskip("hatchling")
 ROOT = Path(__file__).parents[1]
+#: What the HTML page is made of lies beside the code that writes it.
+PAGE = Path("opdrift", "render", "html")
 BUILD = "import sys; from hatchling.builders.wheel import WheelBuilder; print(*WheelBuilder(sys.argv[1]).build(directory=sys.argv[2], versions=['standard']))"
 USE = """
 import sys, torch, opdrift
@@ -68,6 +70,8 @@ def test_without_a_compiler_the_wheel_is_pure_and_records_with_numpy(tmp_path):
 
     assert name.endswith("-py3-none-any.whl")
     assert libraries == []
+    assert {"main.js", "page.css"} <= {p.name for p in (site / PAGE / "assets").iterdir()}
+    assert (site / PAGE / "vendor" / "uplot" / "LICENSE").exists()
     assert printed[:2] == ["True", "weight"]
     assert engine == "numpy (no compiled library)"
 
