@@ -33,11 +33,6 @@ EXCEPTIONS = {
     "eigh": {"no_grad"},
     "norms": {"no_grad"},
     "svd": {"no_grad"},
-    "inverse": {"autocast"},
-    "bilinear": {"autocast"},
-    "coo": {"autocast"},
-    "added": {"autocast"},
-    "grids": {"autocast"},
 }
 MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "backward": nullcontext,

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 (as torch writes it)
 from op_families import COMPUTED_BY_LIBRARIES, FAMILIES, run
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import opdrift
 
@@ -105,6 +106,29 @@ def test_every_foreach_write_moves_the_counters_that_it_moves_without_a_mode(tmp
     assert all(versions[0][0] > 0 for versions in plain.values())
 
 
+def test_autocast_is_off_inside_an_op_that_it_casts_for(tmp_path: Path):
+    """Its own ops run as it chose, whatever they are made of; and it is off where the program switched it off."""
+
+    def run_() -> list[torch.Tensor]:
+        theta, x = torch.full((1, 2, 3), 0.3), torch.full((2, 4, 6, 8), 0.1)
+        found = []
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            with sdpa_kernel(SDPBackend.MATH):
+                found.append(F.scaled_dot_product_attention(x, x, x))
+            with torch.autocast("cpu", enabled=False):
+                found.append(F.affine_grid(theta, (1, 1, 4, 4), align_corners=False))
+            found.append(F.affine_grid(theta, (1, 1, 4, 4), align_corners=False))
+        return found
+
+    plain = run_()
+    with opdrift.record(tmp_path / "t"):
+        recorded = run_()
+
+    assert [t.dtype for t in recorded] == [t.dtype for t in plain]
+    assert [t.dtype for t in plain[1:]] == [torch.float32, torch.bfloat16]
+    assert all(torch.equal(a, b) for a, b in zip(plain, recorded, strict=True))
+
+
 class TestWhatNoDispatchModeCanKeep:
     """As in test_neutrality.py: each fails when torch stops doing so, or when the tracer prevents it."""
 
@@ -124,17 +148,6 @@ class TestWhatNoDispatchModeCanKeep:
 
         assert not torch.equal(plain, recorded)
         torch.testing.assert_close(plain, recorded, rtol=1e-4, atol=1e-4)
-
-    def test_autocast_does_not_reach_into_an_op(self, tmp_path: Path):
-        """`affine_grid` multiplies inside; autocast makes that bfloat16, unless a mode saw the whole op."""
-
-        def grid() -> torch.Tensor:
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                return F.affine_grid(torch.full((1, 2, 3), 0.3), (1, 1, 4, 4), align_corners=False)
-
-        plain, recorded = self.both(tmp_path, grid)
-
-        assert (plain.dtype, recorded.dtype) == (torch.bfloat16, torch.float32)
 
     def test_unsafe_split_under_inference_mode_gives_no_views(self, tmp_path: Path):
         x = torch.ones(4, requires_grad=True)

@@ -7,7 +7,7 @@ function it needs once, so that a torch without it runs unrepaired rather than n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Final, Protocol
 
 import torch
@@ -18,6 +18,12 @@ _force_keys: Final = getattr(torch._C, "_ForceDispatchKeyGuard", None)
 _include_keys: Final = getattr(torch._C, "_dispatch_tls_local_include_set", None)
 _exclude_keys: Final = getattr(torch._C, "_dispatch_tls_local_exclude_set", None)
 _set_excluded: Final = getattr(torch._C, "_SetExcludeDispatchKeyGuard", None)
+#: The thread's dispatch keys as they were where the program called the op.
+_as_on_entry: Final = getattr(torch._C, "_RestorePythonTLSSnapshot", None)
+_AUTOCAST: Final = (
+    ("cpu", torch._C.DispatchKey.AutocastCPU),
+    ("cuda", torch._C.DispatchKey.AutocastCUDA),
+)
 _CONJUGATE: Final = torch._C.DispatchKey.Conjugate
 _NEGATIVE: Final = torch._C.DispatchKey.Negative
 #: No op of any mode, of a subclass or of an outer recorder is dispatched inside.
@@ -43,6 +49,8 @@ def run(
     - Composite ops (seen whole under inference_mode) decompose with the program's keys: `linear` keeps `mm`.
       Those that return views or write decompose with ADInplaceOrView instead (with all keys torch refuses them as
       differentiable views): a bare mode makes `x.T` a tensor of its own, whose writes `x` does not count.
+    - Ops that autograd knows as one and that multiply inside run with autocast as the program has it: below an op it
+      is always off, so that `affine_grid` would multiply in float32 and not in bfloat16.
     - Foreach ops bump their tensors' version counters, else autograd returns a wrong gradient in silence.
     - c10d ops run with ADInplaceOrView, so that version counters move as they do without a mode.
     """
@@ -69,6 +77,11 @@ def _run(
     if plan.composite and keys is not None and torch.is_inference_mode_enabled():
         with _force_keys(*keys):  # type: ignore[misc]
             return plan.func(*args, **kwargs)
+    if plan.casts_inside and (keys_of_autocast := _autocast_in_use()):
+        with ExitStack() as stack:
+            for key in keys_of_autocast:
+                stack.enter_context(_set_excluded(key, False))  # type: ignore[misc]
+            return plan.call(*args, **kwargs)
     aliasing = plan.aliasing and torch.is_inference_mode_enabled()
     if (plan.collective or aliasing) and _set_excluded is not None:
         with _set_excluded(torch._C.DispatchKey.ADInplaceOrView, False):
@@ -85,6 +98,17 @@ def _run(
         if tensor._version == version:
             torch.autograd.graph.increment_version(tensor)
     return out
+
+
+def _autocast_in_use() -> list[Any]:
+    """The keys of the autocasts that are on where the program called the op whose handler is running."""
+    if _as_on_entry is None or _set_excluded is None:
+        return []
+    try:
+        with _as_on_entry():
+            return [key for device, key in _AUTOCAST if torch.is_autocast_enabled(device)]
+    except RuntimeError:  # torch kept no state on entry
+        return []
 
 
 def numbers_as_tensors(
@@ -120,7 +144,13 @@ def _wrapped(number: complex) -> torch.Tensor:
 
 def needs_repair(plan: Plan) -> bool:
     """Whether `run` does anything for this op, whatever its arguments, that a plain call does not."""
-    return plan.composite or plan.aliasing or plan.collective or plan.lists_written
+    return (
+        plan.composite
+        or plan.aliasing
+        or plan.casts_inside
+        or plan.collective
+        or plan.lists_written
+    )
 
 
 def written_tensors(

@@ -95,6 +95,11 @@ SCATTERING: Final = frozenset(
         "fill_diagonal_",
     }
 )
+#: These are one op for autograd, and made of ops that autocast casts: measured over torch's own samples of ops and
+#: `affine_grid`. A table, since of others (`_safe_softmax`) autocast is off inside where an op of its lists calls them.
+CASTING_INSIDE: Final = frozenset(
+    {"aten::_sparse_addmm", "aten::_trilinear", "aten::affine_grid_generator", "aten::linalg_pinv"}
+)
 #: Of their tensor arguments these read the layout only.
 LAYOUT_ONLY: Final = frozenset(
     {
@@ -144,6 +149,7 @@ class Plan:
         async_index: Position of `async_op` in the schema, or None.
         lists_written: It writes into lists of tensors, whose version counters torch forgets under a mode.
         composite: It is made of other ops, so it must run with the program's own dispatch keys.
+        casts_inside: Autocast casts the operands of ops that it is made of.
         aliasing: It is made of other ops, and returns views or writes: those must be known to autograd as such.
         scalar: It returns a Python number.
         repair: It must run through `neutral.run`.
@@ -155,6 +161,7 @@ class Plan:
         "async_index",
         "bumps",
         "call",
+        "casts_inside",
         "collective",
         "composite",
         "copies",
@@ -192,7 +199,7 @@ class Plan:
         self.collective = self.waits = self.lists_written = self.composite = self.scalar = False
         self.async_index: int | None = None
         self.repair = self.overwrites = self.scatters = self.bumps = self.deferred = False
-        self.aliasing = False
+        self.aliasing = self.casts_inside = False
         self.fills_own_slice = False
         self.reads = self.settled = True
         # c10d ops are TorchBindOpOverload, a subclass: an exact type test would lose their write table
@@ -205,6 +212,7 @@ class Plan:
         self.asks = what_to_ask(base, schema.overload_name) if space == "aten" else 0
         self.rebinds = base in REBINDING
         self.copies = schema.name in COPYING
+        self.casts_inside = schema.name in CASTING_INSIDE
         self.settled = not (self.rebinds or self.copies)
         self.writes = () if self.rebinds else _writes(schema.name, arguments)
         self.fresh = base in UNINITIALISED
