@@ -155,6 +155,8 @@ class Windows:
     def end(self, seq: int, /) -> None:
         """It has returned, or raised."""
         ended = now()
+        if not self._is_ours():
+            return
         with self._lock:
             began = self._running.pop(seq, None)
             if began is not None:  # else its window was over before it
