@@ -1,0 +1,36 @@
+"""What gathers and reshards of one run show to be wrong: contents held against the shards they came from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from opdrift.gathers.changes import given_back, rebound, shard_changed
+from opdrift.gathers.loading import loaded_on_some
+from opdrift.gathers.mismatches import Gathers, Wrong, folded
+from opdrift.records import Finding
+from opdrift.steps import Steps
+from opdrift.tracefile.reader import Trace
+
+#: Marks of integrations that say whether a content arrived as it was sent.
+_TRANSFERS: Final = frozenset({"gather", "use", "cast"})
+
+
+def gather_findings(traces: Sequence[Trace]) -> Iterator[Finding]:
+    """Everything that is wrong with what was gathered and given back, in and between ranks."""
+    world = Gathers(traces)
+    for trace in traces:
+        steps = Steps(trace)
+        wrong: list[Wrong] = []
+        exchanged: set[str] = set()
+        for mark in trace.marks:
+            if mark.kind in _TRANSFERS:
+                found = world.mismatch(trace, mark, steps)
+                wrong += [found] if found is not None else []
+            elif mark.kind == "reshard" and mark.fields.get("intact") is False:
+                yield from given_back(trace, mark, steps)
+                yield from rebound(trace, mark, steps, exchanged)
+            elif mark.kind == "shard-changed":
+                yield from shard_changed(trace, mark, steps)
+        yield from folded(wrong)
+    yield from loaded_on_some(traces)

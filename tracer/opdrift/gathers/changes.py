@@ -1,0 +1,136 @@
+"""What became of gathered parameters and of shards in between: changed in vain, exchanged, written past the dispatcher."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import numpy as np
+
+from opdrift import tfp1
+from opdrift.gathers.words import LISTED, finding_at, some
+from opdrift.records import Cause, Finding, Mark, Op
+from opdrift.steps import Steps
+from opdrift.tfp1 import Code
+from opdrift.tracefile.reader import Trace
+
+_SHARDS: Final = (
+    "Write into the parameters while they are sharded, or inside summon_full_params(writeback=True): what is written"
+    " into the gathered copy is thrown away with it."
+)
+
+
+def given_back(trace: Trace, mark: Mark, steps: Steps) -> Iterator[Finding]:
+    """Parameters that were changed while they were gathered, and the change is nowhere."""
+    for part in mark.fields.get("changed") or ():
+        if part.get("written_back"):
+            continue
+        name = str(part.get("parameter"))
+        ops = _writers(trace, name, mark)
+        if ops:
+            by = ", ".join(f"{op.name} (op {op.seq}{_line(op)})" for op in ops[:LISTED])
+            cause = Cause(
+                "fsdp-gather",
+                "certain",
+                f"{name} was changed while it was gathered, and the change was thrown away",
+                (f"written by {by}", "the shard does not have the change; the next gather brings back the old content"),
+                _SHARDS,
+            )  # fmt: skip
+        else:
+            cause = Cause(
+                "race",
+                "likely",
+                f"{name}: the gathered content changed before it was given back, and no recorded op wrote it",
+                (
+                    f"gather {mark.fields.get('nth')} of buffer {mark.fields.get('buffer')} brought other content",
+                    *_place(part),
+                    "no op that was recorded wrote it in between",
+                ),
+                "Look for a write that the dispatcher cannot see: another thread, a copy that nobody waited for, numpy,"
+                " a custom kernel. Wait for it before the parameters are gathered.",
+            )
+        op = ops[0] if ops else None
+        yield finding_at("gather", cause, trace, mark, steps, name=name, op=op)
+
+
+def rebound(trace: Trace, mark: Mark, steps: Steps, told: set[str]) -> Iterator[Finding]:
+    """Parameters that were exchanged while they were gathered, each of them once."""
+    names = [str(name) for name in mark.fields.get("rebound") or () if str(name) not in told]
+    told.update(names)
+    if names:
+        cause = Cause(
+            "fsdp-gather",
+            "certain",
+            f"{some(names)}: the module's tensor was exchanged for another while the parameters were gathered",
+            (
+                f"when buffer {mark.fields.get('buffer')} was given back, it was no part of what had been gathered",
+                "the shard takes its place: the other content is lost",
+            ),
+            "Do not assign .data or the attribute of a gathered parameter. " + _SHARDS,
+        )
+        yield finding_at("gather", cause, trace, mark, steps, name=names[0])
+
+
+def _writers(trace: Trace, name: str, mark: Mark) -> list[Op]:
+    """Ops that wrote into a gathered parameter since it was gathered last."""
+    rows = [
+        leaf for leaf in trace.leaves
+        if leaf.name == name and leaf.kind == "parameter" and leaf.when == "gather" and leaf.seq <= mark.seq
+    ]  # fmt: skip
+    if not rows:
+        return []
+    # the storage is the same at every gather
+    storage, since = int(trace.values.storage[rows[-1].value]), _gathered_at(trace, mark)
+    outputs = trace.ops.outputs
+    into = outputs.rows()[trace.values.storage[outputs.values] == storage]
+    into = np.unique(into[(trace.ops.seq[into] > since) & (trace.ops.seq[into] <= mark.seq)])
+    return [op for op in map(trace.op, into.tolist()) if op.mutated]
+
+
+def _gathered_at(trace: Trace, mark: Mark) -> int:
+    """The op after which what is given back was gathered last."""
+    key = mark.fields.get("unit"), mark.fields.get("buffer")
+    seqs = [
+        each.seq
+        for each in trace.marks
+        if each.kind == "gather"
+        and each.seq <= mark.seq
+        and (each.fields.get("unit"), each.fields.get("buffer")) == key
+    ]
+    return max(seqs, default=0)
+
+
+def _line(op: Op) -> str:
+    return "" if op.source is None else f", {op.source}"
+
+
+def shard_changed(trace: Trace, mark: Mark, steps: Steps) -> Iterator[Finding]:
+    """Shards that something wrote with no op."""
+    for part in mark.fields.get("mismatch") or ():
+        before, now = part.get("before"), part.get("found")
+        cause = Cause(
+            "race",
+            "likely",
+            f"{part.get('parameter')}: this rank's shard changed, and no recorded op wrote it",
+            (
+                f"its digest was {before['raw']} when last known and is {now['raw']} where it is sent to be gathered",
+                *_place(part),
+                "no op that was recorded wrote it in between",
+            ),
+            "Look for a write that the dispatcher cannot see: another thread, a copy that nobody waited"
+            " for, numpy, .data, a custom kernel. Wait for it before the parameters are gathered.",
+        )
+        yield finding_at("hidden-write", cause, trace, mark, steps, name=part.get("parameter"))
+
+
+def _place(part: Mapping[str, Any]) -> Iterator[str]:
+    """The one element that differs, where the digests give it away."""
+    before, now = part.get("before"), part.get("found")
+    if before is None or now is None:
+        return
+    width = Code(before["code"]).bytes
+    change = tfp1.locate_single_change(
+        int(before["raw"], 16), int(now["raw"], 16), tfp1.digits(before["n"], width), width
+    )
+    if change is not None:
+        yield f"one element differs: {int(part.get('offset', 0)) + change.index:,} of the parameter"

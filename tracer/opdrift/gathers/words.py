@@ -1,0 +1,49 @@
+"""Findings about marks of gathers, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from opdrift.records import Cause, Finding, Mark, Op
+from opdrift.steps import Steps
+from opdrift.tracefile.reader import Trace
+
+#: So many names, ops or lines are listed.
+LISTED: Final = 4
+
+
+def finding_at(
+    kind: str,
+    cause: Cause,
+    trace: Trace,
+    mark: Mark,
+    steps: Steps,
+    *,
+    name: str | None,
+    op: Op | None = None,
+) -> Finding:
+    """A finding at a mark; the module is the unit that the mark is about."""
+    return Finding(
+        kind,
+        cause,
+        name,
+        None if op is None else op.name,
+        str(mark.fields.get("unit") or ""),
+        mark.seq,
+        step_of(mark, steps),
+        trace.header.rank,
+    )
+
+
+def step_of(mark: Mark, steps: Steps) -> int | None:
+    """The program's own step, or else how many steps of an optimizer were done."""
+    named = steps.at(mark.seq)
+    done = mark.fields.get("step")
+    return named if named is not None else done if isinstance(done, int) else None
+
+
+def some(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return ", ".join(names[:LISTED]) + more
