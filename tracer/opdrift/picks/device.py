@@ -13,24 +13,26 @@ from typing import Final
 from opdrift.picks.observed import Seen, counted
 from opdrift.records import Pick
 
-#: How kernels are named, by library; the first that is found counts. cuBLAS and cuDNN share generators, so cuDNN
-#: comes first: its names say so. AMD's are those of Tensile, Composable Kernel and MIOpen.
+#: How kernels are named, by library; the first that is found counts. AMD's are those of Tensile, Composable Kernel and
+#: MIOpen. Other people's kernels are called gemm, too, so of cuBLAS's only whole forms count.
 _LIBRARIES: Final = tuple(
     (re.compile(pattern), library)
     for pattern, library in (
-        (r"nccl|rccl", "NCCL"),
+        (r"^(nccl|rccl)", "NCCL"),
         (r"^triton_", "Triton"),
-        (r"flash_(fwd|bwd)|flash::", "FlashAttention"),
-        (r"fmha_cutlass|MemEffAttention", "CUTLASS"),
-        (r"cudnn|implicit_convolve|convolve_common|xmma_(fprop|dgrad|wgrad)|winograd", "cuDNN"),
-        (r"_fft\b|cufft", "cuFFT"),
+        (r"\bflash_(fwd|bwd)|flash::", "FlashAttention"),
+        (r"^fmha_cutlass|MemEffAttention", "CUTLASS"),
+        (r"cudnn|^implicit_convolve_|convolve_common_engine|^sm\d+_xmma_(fprop|dgrad|wgrad)", "cuDNN"),
+        (r"^(regular|vector|multi_bluestein)_fft|cufft", "cuFFT"),
         (r"cusparse", "cuSPARSE"),
-        (r"at::|at_cuda_detail", "ATen"),
-        (r"\bck::|ck_tile", "Composable Kernel"),
-        (r"(?i)miopen|^naive_conv", "MIOpen"),
+        (r"\bat::|at_cuda_detail", "ATen"),
+        (r"\bck::|\bck_tile::", "Composable Kernel"),
+        (r"(?i)^miopen|^naive_conv_", "MIOpen"),
         (r"^Cijk_", "hipBLAS"),
-        (r"cublas|^nvjet|^(ampere|volta|turing|maxwell|sm\d+_xmma)_|gemm|gemv|splitKreduce", "cuBLAS"),
-        (r"cutlass", "CUTLASS"),
+        (r"cublas|^nvjet_|^sm\d+_xmma_gemm|^splitKreduce_kernel", "cuBLAS"),
+        (r"^(maxwell|pascal|volta|turing|ampere|ada|hopper)_\w*gemm", "cuBLAS"),
+        (r"^gemv2[TN]_|^gemvNSP_|\bgemvx::|^gemm(SN|k1)_|cutlass_\d+_(tensorop|wmma|simt)", "cuBLAS"),
+        (r"\bcutlass::", "CUTLASS"),
     )
 )  # fmt: skip
 #: These move or fill memory around what computes.
@@ -56,7 +58,8 @@ def kernel_library(name: str) -> str | None:
     """The library that a kernel comes from; None for a copy, and where its name does not tell."""
     if name.startswith(("Memcpy", "Memset")):
         return None
-    return next((library for pattern, library in _LIBRARIES if pattern.search(name)), None)
+    text = kernel_text(name)
+    return next((library for pattern, library in _LIBRARIES if pattern.search(text)), None)
 
 
 def with_kernels(chosen: Pick | None, op: str, seen: Seen) -> Pick | None:
