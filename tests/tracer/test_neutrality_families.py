@@ -149,6 +149,18 @@ class TestWhatNoDispatchModeCanKeep:
         assert not torch.equal(plain, recorded)
         torch.testing.assert_close(plain, recorded, rtol=1e-4, atol=1e-4)
 
+    def test_pinverse_is_taken_for_pinv_under_autocast(self, tmp_path: Path):
+        """Autocast lists the first for float32 and not the second, which is all that a mode sees."""
+        x = torch.randn(7, 4, generator=torch.Generator().manual_seed(0))
+
+        def inverse() -> torch.Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return torch.pinverse(x)
+
+        plain, recorded = self.both(tmp_path, inverse)
+
+        assert (plain.dtype, recorded.dtype) == (torch.float32, torch.bfloat16)
+
     def test_unsafe_split_under_inference_mode_gives_no_views(self, tmp_path: Path):
         x = torch.ones(4, requires_grad=True)
 
