@@ -159,9 +159,26 @@ def test_the_help_opens_and_takes_the_keys_with_it(opened):
     assert page.locator("#help").is_visible()
     page.keyboard.press("j")
     page.keyboard.press("Escape")
+    assert not page.locator("#help").is_visible()
+    page.locator("#help-button").click()
+    page.locator("#help button").click()
 
     assert not page.locator("#help").is_visible()
     assert opened.chosen() == "1 1 aten.mm"
+    assert opened.complaints == []
+
+
+def test_enter_leads_to_the_details_and_tab_to_the_links_in_them(opened):
+    """Without a mouse, the inputs of an op can be followed."""
+    page = opened.page
+    page.locator("#grid").focus()
+    page.keyboard.press("f")
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.id") == "detail"
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+
+    assert opened.chosen() == "4 4 aten.cos"
 
 
 def test_the_filter_narrows_by_module_op_and_status(opened):
