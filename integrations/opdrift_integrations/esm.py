@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -29,10 +28,9 @@ from torch import nn
 
 from opdrift.plugins import RecorderLike
 from opdrift_integrations.digests import as_field
+from opdrift_integrations.failures import Failures
 from opdrift_integrations.patching import watch
 from opdrift_integrations.paths import join
-
-_log = logging.getLogger(__name__)
 
 _BUILDERS = ("_load_model_and_alphabet_core_v1", "_load_model_and_alphabet_core_v2")
 
@@ -83,12 +81,7 @@ class _Watcher:
     def __init__(self, recorder: RecorderLike) -> None:
         self._recorder = recorder
         self._checkpoints: list[_Checkpoint] = []
-
-    def failed(self, error: Exception) -> None:
-        """Say that something could not be observed."""
-        text = f"{type(error).__name__}: {error}"
-        _log.warning("opdrift could not follow esm here, the run goes on: %s", text, exc_info=error)
-        self._recorder.mark("integration-failed", library="esm", error=text)
+        self.failed = Failures(recorder, "esm")
 
     def build(self, source: str, *args: Any, **kwargs: Any) -> Generator[None, Any, None]:
         """A model was built, and its state dict handed out."""

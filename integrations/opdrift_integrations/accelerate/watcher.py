@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import os
 import threading
 from collections.abc import Generator, Iterable, Iterator
@@ -42,10 +41,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from opdrift.plugins import Digest, RecorderLike
 from opdrift_integrations.accelerate.slots import Slot, Slots, differing, held, owner_of
 from opdrift_integrations.digests import as_field, same
+from opdrift_integrations.failures import Failures
 from opdrift_integrations.patching import watch_all
 from opdrift_integrations.paths import join
-
-_log = logging.getLogger(__name__)
+from opdrift_integrations.tensors import dtype_name
 
 Observation = Generator[None, Any, None]
 
@@ -63,7 +62,7 @@ class Watcher:
         self._written: dict[str, Digest | None] = {}
         #: (phase, prefix of the names) of the hooks that run now, the innermost last.
         self._running: list[tuple[str, str]] = []
-        self._failures: set[str] = set()
+        self._failed = Failures(recorder, "accelerate")
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -82,19 +81,8 @@ class Watcher:
             (offload, "offload_weight", self.write),
             (offload.OffloadedWeightsLoader, "__getitem__", self.read),
         )
-        with watch_all(points, self.failed, self._missing):
+        with watch_all(points, self._failed, self._failed.missing):
             yield
-
-    def failed(self, error: Exception) -> None:
-        """Say once per kind of failure that something could not be observed."""
-        text = f"{type(error).__name__}: {error}"
-        if text in self._failures:
-            return
-        self._failures.add(text)
-        _log.warning(
-            "opdrift could not follow accelerate here, the run goes on: %s", text, exc_info=error
-        )
-        self._recorder.mark("integration-failed", library="accelerate", error=text)
 
     # ---- observers ----------------------------------------------------------------------------------
 
@@ -131,7 +119,7 @@ class Watcher:
             "write",
             parameters=[[join(weight_name), 0, list(weight.shape)]],
             **_from(weight),
-            destination_dtype=_name(weight.dtype),
+            destination_dtype=dtype_name(weight.dtype),
             destination_device="disk",
             file=file,
             blocking=True,
@@ -293,7 +281,7 @@ class Watcher:
             slot=slot.number,
             parameters=[[slot.name, 0, list(new.shape)]],
             **_from(source, file),
-            destination_dtype=_name(new.dtype),
+            destination_dtype=dtype_name(new.dtype),
             destination_device=str(new.device),
             bytes=_bytes(new),
             aliased=not copied and file is None,
@@ -327,7 +315,7 @@ class Watcher:
             slot=slot.number,
             parameters=[[slot.name, 0, list(old.shape)]],
             **_from(old),
-            destination_dtype=_name(old.dtype),
+            destination_dtype=dtype_name(old.dtype),
             destination_device="meta",
             blocking=blocking,
             source=as_field(content),
@@ -347,16 +335,6 @@ class Watcher:
             **fields,
         )
 
-    def _missing(self, name: str) -> None:
-        _log.warning(
-            "opdrift looks for %s, which this version of accelerate does not have: what it does is not"
-            " in the trace.",
-            name,
-        )
-        self._recorder.mark(
-            "integration-failed", library="accelerate", error=f"{name} is not there", missing=name
-        )
-
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_parameters()
@@ -371,18 +349,14 @@ def _from(source: torch.Tensor, file: str | None = None) -> dict[str, Any]:
     where = {"source_device": str(source.device)}
     if file is not None:
         where = {"source_device": "disk", "file": file}
-    return {"source_dtype": _name(source.dtype), **where}
+    return {"source_dtype": dtype_name(source.dtype), **where}
 
 
 def _common(dtypes: Iterable[torch.dtype]) -> str | None:
     """The dtype that all have; None if they have several."""
-    names = {_name(dtype) for dtype in dtypes}
+    names = {dtype_name(dtype) for dtype in dtypes}
     return names.pop() if len(names) == 1 else None
 
 
 def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

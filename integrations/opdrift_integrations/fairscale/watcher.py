@@ -23,7 +23,6 @@ null if the recorder does not know it), and `phase` (forward, backward, summon);
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
@@ -38,13 +37,12 @@ from torch.utils._pytree import tree_leaves
 
 from opdrift.plugins import Digest, RecorderLike
 from opdrift_integrations.digests import as_field, same
+from opdrift_integrations.failures import Failures
 from opdrift_integrations.fairscale.layout import buffers
 from opdrift_integrations.layouts import Buffer
-from opdrift_integrations.patching import watch
+from opdrift_integrations.patching import watch_all
 from opdrift_integrations.paths import join
 from opdrift_integrations.tensors import between, dtype_name, is_readable, storage_id
-
-_log = logging.getLogger(__name__)
 
 Observation = Generator[None, Any, None]
 
@@ -75,7 +73,7 @@ class Watcher:
         #: Storage -> (unit, buffer) of what fairscale will free, until it does.
         self._storages: dict[int, tuple[str | None, str]] = {}
         self._casting_buffers = False
-        self._failures: set[str] = set()
+        self._failed = Failures(recorder, "fairscale")
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -90,21 +88,8 @@ class Watcher:
             (fsdp, "free_storage_", self.free),
             (FlattenParamsWrapper, "_unflatten_params_as_views", self.make_views),
         )
-        with contextlib.ExitStack() as stack:
-            for owner, name, observer in points:
-                stack.enter_context(watch(owner, name, observer, self.failed))
+        with watch_all(points, self._failed, self._failed.missing):
             yield
-
-    def failed(self, error: Exception) -> None:
-        """Say once per kind of failure that something could not be observed."""
-        text = f"{type(error).__name__}: {error}"
-        if text in self._failures:
-            return
-        self._failures.add(text)
-        _log.warning(
-            "opdrift could not follow fairscale here, the run goes on: %s", text, exc_info=error
-        )
-        self._recorder.mark("integration-failed", library="fairscale", error=text)
 
     # ---- observers, in the order in which a forward meets them ------------------------------------
 

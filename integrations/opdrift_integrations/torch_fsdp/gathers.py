@@ -42,6 +42,7 @@ import torch
 
 from opdrift.plugins import Digest, RecorderLike
 from opdrift_integrations.digests import as_field, end_to_end, raw_field, same
+from opdrift_integrations.failures import Failures
 from opdrift_integrations.layouts import Buffer
 from opdrift_integrations.tensors import between, dtype_name, is_readable, storage_id
 from opdrift_integrations.torch_fsdp.memory import Memory, Piece, pieces_of
@@ -108,7 +109,7 @@ class Follower:
         self.recorder = recorder
         self.step = 0
         self._thread = threading.get_ident()
-        self._failures: set[str] = set()
+        self.failed = Failures(recorder, LIBRARY, "torch's FSDP")
 
     def is_mine(self, *, known: bool) -> bool:
         """Whether this recorder is meant: its thread, or a unit that it knows (backward has its own)."""
@@ -119,17 +120,6 @@ class Follower:
         """Ops inside are ours: not recorded, and without a graph."""
         with self.recorder.pause(), torch.no_grad():
             yield
-
-    def failed(self, error: Exception) -> None:
-        """Say once per kind of failure that something could not be observed."""
-        text = f"{type(error).__name__}: {error}"
-        if text in self._failures:
-            return
-        self._failures.add(text)
-        _log.warning(
-            "opdrift could not follow torch's FSDP here, the run goes on: %s", text, exc_info=error
-        )
-        self.recorder.mark("integration-failed", library=LIBRARY, error=text)
 
     def lacks(self, what: str, missing: Sequence[str]) -> None:
         """Say that this torch has not what one of its FSDPs is watched by."""
