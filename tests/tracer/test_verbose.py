@@ -7,9 +7,11 @@ import json
 import logging
 import os
 import random
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -237,6 +239,48 @@ def test_a_sum_may_call_onednn(verbose: Verbose, marks: list[Mapping[str, Any]],
 
     assert told == []
     assert len(marks[0]["ops"]) == 1
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_child_watches_nothing_and_waits_for_nobody(
+    verbose: Verbose, marks: list[Mapping[str, Any]]
+):
+    """The lock was held when it was forked, by a thread that the child does not have."""
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with verbose._lock:
+            held.set()
+            done.wait(20)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    held.wait(20)
+    child = os.fork()
+    if child == 0:
+        pointer = c_stdout().value
+        verbose.begin(1, "aten.mm.default")
+        unchanged = c_stdout().value == pointer
+        verbose.end(1)
+        os._exit(0 if unchanged else 1)
+    done.set()
+    holder.join()
+    ended = _status(child)
+
+    assert ended == 0
+    assert marks == []
+
+
+def _status(child: int) -> int | None:
+    """How a child ended; None, and it is ended, if it does not within ten seconds."""
+    for _ in range(200):
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.05)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
 
 
 def test_an_op_that_collecting_garbage_runs_inside_does_not_wait_forever(

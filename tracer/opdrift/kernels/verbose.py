@@ -71,6 +71,7 @@ class Verbose:
     def __init__(self, ops: ObservedOps, stopped: Callable[[str], None]) -> None:
         self._ops = ops
         self._stopped = stopped
+        self._pid = os.getpid()
         # reentrant, as collecting garbage may run ops of the program anywhere
         self._lock = threading.RLock()
         #: the ops that run now, and those of them that did not run alone
@@ -101,12 +102,19 @@ class Verbose:
             self._off()
         self._over = True
         self._stack.close()
-        self._ops.write()
+        if self._is_ours():
+            self._ops.write()
+
+    def _is_ours(self) -> bool:
+        """Whether this is not a forked child, where a lock may be held by a thread that was not forked."""
+        return os.getpid() == self._pid
 
     # ---- ops -------------------------------------------------------------------------------------------
 
     def begin(self, seq: int, name: str, /) -> None:
         """The op with this number and name runs next."""
+        if not self._is_ours():
+            return
         try:
             with self._lock:
                 self._running[seq] = name
@@ -119,6 +127,8 @@ class Verbose:
 
     def end(self, seq: int, /) -> None:
         """It has returned, or raised."""
+        if not self._is_ours():
+            return
         try:
             with self._lock:
                 self._note(seq, self._running.pop(seq, ""))
