@@ -224,3 +224,13 @@ def test_a_file_that_cannot_be_read_ends_with_status_2(story, capsys):
 
     assert status == 2
     assert "nothing.pt does not exist" in capsys.readouterr().err
+
+
+def test_a_second_question_is_refused(story, capsys):
+    """One report a command: which part an exit status is of must be plain."""
+    status = main.opdrift(
+        ["show", str(story / "loaded"), "--checkpoint", "model.safetensors", "--findings"]
+    )
+
+    assert status == 2
+    assert "leave out --findings" in capsys.readouterr().err

@@ -185,6 +185,12 @@ def _checkpoint(trace: Trace, options: argparse.Namespace) -> int:
     from opdrift.render import checkpoint_text
     from opdrift.render.page import Screen
 
+    others = [f"--{name}" for name in ("op", "scope", "leaf") if getattr(options, name) is not None]
+    others += [f"--{name}" for name in ("kernels", "findings") if getattr(options, name)]
+    if others:
+        raise InvalidOptionError(
+            f"--checkpoint prints a report of its own; leave out {' and '.join(others)}, or ask twice."
+        )
     found = check(trace, read(options.checkpoint, dtypes=dtypes_of(trace)))
     if options.format == "json":
         emit(json.dumps(checkpoint_text.as_object(found), indent=2) + "\n")
