@@ -317,6 +317,25 @@ def test_of_many_ops_some_are_measured_and_the_page_says_how_many(monkeypatch):
     assert f"{len(known)} of 97 were measured" in page.words
 
 
+def test_differences_beyond_all_bounds_have_a_page():
+    """Zeros on the left, sizes that float32 does not hold, and NaN: none of it is a number that JSON lacks."""
+
+    def run(first, second):
+        build = Builder()
+        x = build.leaf("x", kind="input")
+        for number, content in enumerate((first, second)):
+            x = build.op("mm", x, content=np.full((4, 8), content, np.float64), dtype="float64")
+            build.output(x, name=f"output.{number}")
+        return build.build()
+
+    for left, right in (((0.0, 1.0), (1.0, 1e150)), ((1.0, 1.0), (1.0 + 2.0**-52, np.nan))):
+        facts, columns = page_of(run(*left), run(*right)).columns()
+
+        assert facts["rows"] == 2
+        assert columns["size"].dtype == np.float64
+    assert np.isinf(page_of(run(0.0, 1.0), run(1.0, 1e150)).columns()[1]["size"][0])
+
+
 # ---- leaves and kernels ------------------------------------------------------------------------------------
 
 

@@ -133,9 +133,9 @@ def _steps(ops: Ints) -> Column:
     return np.diff(ops[at], prepend=0).astype(np.int32)
 
 
-def _sizes(rows: Rows, diagnosis: Diagnosis) -> tuple[npt.NDArray[np.float32], int, int]:
+def _sizes(rows: Rows, diagnosis: Diagnosis) -> tuple[npt.NDArray[np.float64], int, int]:
     """Relative difference of each row, NaN where it is not known; how many were looked at, and how many differ."""
-    sizes = np.full(len(rows), np.nan, np.float32)
+    sizes = np.full(len(rows), np.nan)
     differs = (rows.codes == MARKS.index("x")) | (rows.codes == MARKS.index("~"))
     candidates = np.flatnonzero(differs)
     chosen = candidates
@@ -178,7 +178,7 @@ def _amplifiers(rows: Rows, diagnosis: Diagnosis) -> list[dict[str, Any]]:
     for each in diagnosis.amplifiers:
         row = rows.at(each.seq)
         if row is not None and np.isfinite(each.output_difference):
-            found.append({"row": row, "size": each.output_difference, "gain": each.gain})
+            found.append({"row": row, "size": each.output_difference})
     return found
 
 

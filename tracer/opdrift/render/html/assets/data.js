@@ -3,7 +3,7 @@
 const facts = JSON.parse(document.getElementById("facts").textContent);
 
 const ARRAYS = {
-  int32: Int32Array, uint32: Uint32Array, uint16: Uint16Array, uint8: Uint8Array, float32: Float32Array,
+  int32: Int32Array, uint32: Uint32Array, uint16: Uint16Array, uint8: Uint8Array, float64: Float64Array,
 };
 
 /** The columns by name, as typed arrays on one buffer; steps from row to row are added up. */
