@@ -15,6 +15,7 @@ from opdrift.findings import findings
 from opdrift.records import Finding
 from opdrift.tracefile.opening import rank_folders
 from opdrift.world import World
+from opdrift.world.handed import got
 
 START = """
     import os, signal, sys, time, warnings, torch, opdrift
@@ -79,6 +80,7 @@ RUNS = (
     with opdrift.record("collectives.trace"):
         dist.all_reduce(x, op=dist.ReduceOp.MAX)
         dist.all_reduce(x, async_op=True).wait()
+        x.view(8, 8)[2:4] * 1  # a part is read first
         dist.broadcast(x.clone(), 1)
         dist.all_gather_into_tensor(torch.zeros(128), x, group=other)
         dist.all_gather([torch.zeros(64), torch.zeros(64)], x)
@@ -221,6 +223,18 @@ def test_every_collective_meets_its_counterparts_and_is_what_was_given(runs: Pat
     assert met[7][0] != "0"
     assert found_in(trace) == []
     assert not list(trace.glob("*/journal.jsonl"))
+
+
+@pytest.mark.slow
+def test_a_result_that_came_late_is_known_whole_whatever_part_is_read_first(runs: Path):
+    """Else two equal runs would be recorded differently, as time would have it."""
+    folders = rank_folders(runs / "collectives.trace").values()
+    world = World(opdrift.load(folder) for folder in folders)
+
+    for part in world.meetings[1].members.values():
+        (result,) = got(world, part)
+        assert result is not None
+        assert result.whole is not None
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from opdrift.layouts import Layouts
-from opdrift.records import TensorMeta
+from opdrift.records import PENDING, TensorMeta
 from opdrift.regions import Regions
 from opdrift.tokens import WORKSPACES, OpTokens, Words, base, counted_inputs, mix, word
 from opdrift.tracefile.columns import Ints
@@ -229,6 +229,15 @@ class Contents:
         found[covered] = mix(self._digest(inside), where)
         self._piecewise(found)
         found[self._workspaces()] = 0
+        found[self._unseen_arrivals()] = 0
+        return found
+
+    def _unseen_arrivals(self) -> Ints:
+        """Results that came after their op had returned, and of which only parts were read since, if anything."""
+        outputs = self.trace.ops.outputs
+        late = (self.trace.ops.flags & PENDING) != 0
+        values = np.unique(outputs.values[late[outputs.rows()]])
+        found: Ints = values[self.trace.values.fingerprint[values] < 0]
         return found
 
     def _workspaces(self) -> Ints:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from opdrift.plans import Plan
+    from opdrift.storages import Key
 
     Mask = npt.NDArray[np.bool_]
 
@@ -107,9 +108,11 @@ class InFlight:
         readable: Whether `is_completed()` means that the output may be read (not so for reduce_scatter on gloo).
     """
 
-    __slots__ = ("_done", "_readable", "_work")
+    __slots__ = ("_done", "_readable", "_work", "filled")
 
     def __init__(self, work: Work | None, *, readable: bool) -> None:
+        #: storage -> layouts and value ids of what is being filled in it
+        self.filled: dict[int, list[tuple[Key, int]]] = {}
         self._work = work
         self._readable = readable
         self._done = False

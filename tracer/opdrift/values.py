@@ -19,6 +19,7 @@ from torch import Tensor
 from opdrift.buffers import FINGERPRINTS, VALUE, VALUE_BYTES, VALUES
 from opdrift.fingerprint.tensors import MANY, without_repeats
 from opdrift.memory import Generated, InFlight, Unwritten
+from opdrift.neutral import silent
 from opdrift.records import COMPILED, READ_IN_FLIGHT, READ_UNINITIALISED, REREAD
 from opdrift.rereading import Rereading
 from opdrift.storages import (
@@ -27,6 +28,7 @@ from opdrift.storages import (
     Key,
     Leaf,
     StorageState,
+    in_layout,
     is_readable,
     is_row_major,
     key_of,
@@ -222,7 +224,10 @@ class Values:
         setattr(storage, self.key, state)
         self.made.append(weakref.ref(state))
         state.special = in_flight
-        outputs.append(self.make(t, state, key_of(tensor))[0])
+        key = key_of(tensor)
+        value = self.make(t, state, key)[0]
+        in_flight.filled[state.id] = [(key, value)]
+        outputs.append(value)
 
     def fingerprint(
         self, t: ThreadBuffers, tensor: Tensor, value: int, *, is_there: bool = False
@@ -409,7 +414,12 @@ class Values:
             # on a device the program may have ordered streams, which nobody can see from here
             if tensor.is_cpu and special.is_under_way():
                 return entry, flags | READ_IN_FLIGHT
-            self.show(t, tensor, state, entry[0], key_of(tensor))
+            if special.is_done():
+                self._arrived(t, tensor, state, special)
+                if (
+                    state.partial
+                ):  # what is around the part that was filled, its content does not tell
+                    self.show(t, tensor, state, entry[0], key_of(tensor))
             return entry, flags
         if not isinstance(special, Unwritten) or not is_readable(tensor):
             return entry, flags
@@ -421,6 +431,17 @@ class Values:
         if entry[0] != state.hashed and self.fingerprint(t, tensor, entry[0], is_there=True):
             state.hashed = entry[0]
         return entry, flags
+
+    def _arrived(
+        self, t: ThreadBuffers, tensor: Tensor, state: StorageState, in_flight: InFlight
+    ) -> None:
+        """Fingerprint what was filled, whole, whatever part of it is read first: that is a matter of time."""
+        state.special = None
+        with silent():
+            for key, value in in_flight.filled.pop(state.id, ()):
+                whole = in_layout(tensor.untyped_storage(), key)
+                if whole is not None:
+                    self.show(t, whole, state, value, key)
 
     def _generated(
         self, t: ThreadBuffers, tensor: Tensor, state: StorageState, entry: Entry, flags: int
@@ -484,6 +505,8 @@ class Values:
                 self.show(t, tensor, state, entry[0], key)
             if self._watching and state.special is None and not self.is_elsewhere(tensor):
                 self._watch_written(t, tensor, state, entry, key)
+            if in_flight is not None:
+                in_flight.filled.setdefault(state.id, []).append((key, entry[0]))
             outputs.append(entry[0])
 
     def handed_over(self, t: ThreadBuffers, tensors: Sequence[Tensor]) -> None:

@@ -82,7 +82,7 @@ def diff(
     if len(a) > 1 or len(b) > 1:
         return of_ranks(found, failed, a, b)
     only = found[shared[0]]
-    if rank is None or not any(origin.kind == "op" for origin in only.origins):
+    if rank is None or all(origin.kind == "leaf" for origin in only.origins):
         return only
     # what this rank was handed by others is not its own
     return of_one_rank(shared[0], only, _ranks(left, None), _ranks(right, None))

@@ -71,7 +71,8 @@ def _attributed(
 ) -> tuple[Diagnosis, Received | None]:
     """A rank's diagnosis, with what it only receives said as such; the first of all if it has nothing of its own."""
     received = [
-        exchanges.received(rank, origin) if origin.kind == "op" else None for origin in one.origins
+        exchanges.received(rank, origin) if _may_be_handed(origin) else None
+        for origin in one.origins
     ]
     if not any(received):
         return one, None
@@ -87,6 +88,11 @@ def _attributed(
     causes = tuple(dict.fromkeys([first.cause, *(o.cause for o in origins)]))
     changed = replace(one, origins=origins, first=first, first_bitwise=origins[0], causes=causes)
     return changed, next(filter(None, received)) if first.cause.slug == SLUG else None
+
+
+def _may_be_handed(origin: Divergence) -> bool:
+    """Whether what differs at an origin may have come through a collective: it is no leaf, nor seen to begin there."""
+    return origin.kind == "op" or (origin.kind != "leaf" and origin.inputs_match is not True)
 
 
 def _handed_on(origin: Divergence, got: Received) -> Divergence:
