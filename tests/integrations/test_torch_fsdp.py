@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -392,6 +394,19 @@ class TestOneRank:
         assert mark["missing"] == f"{owner.__module__}.{owner.__name__}.{name}_moved"
         assert f"opdrift does not follow FSDP{version} in this run" in caplog.text
         assert recorder.names == []
+
+    def test_a_model_that_the_program_drops_is_not_kept(self, recorder, version):
+        model = wrapped(version)
+        recorder.clean_path = dict.fromkeys(model.modules(), "").get
+        dropped = weakref.ref(model)  # FSDP1 itself keeps what is inside
+
+        with TorchFsdpIntegration().attach(recorder):
+            model(torch.ones(2, 4)).sum().backward()
+            recorder.clean_path = None
+            recorder.names.clear()
+            del model
+            gc.collect()
+            assert dropped() is None
 
     def test_marks_are_json(self, recorder, version):
         recorder.model = model = wrapped(version)

@@ -6,7 +6,7 @@ Hook points (torch 2.13): `torch/distributed/fsdp/_flat_param.py`, class `FlatPa
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -18,7 +18,7 @@ from opdrift_integrations.layouts import Buffer, Part
 from opdrift_integrations.paths import join
 from opdrift_integrations.tensors import between, storage_id
 from opdrift_integrations.torch_fsdp.gathers import LIBRARY, Follower, Unit
-from opdrift_integrations.torch_fsdp.memory import FlatMemory
+from opdrift_integrations.torch_fsdp.memory import FlatMemory, Memory
 
 Observation = Generator[None, Any, None]
 
@@ -46,9 +46,10 @@ class FlatWatcher:
         self._recorder = follower.recorder
         self._units: WeakKeyDictionary[Any, Unit] = WeakKeyDictionary()
 
-    def units(self) -> list[Unit]:
-        """The units that were met."""
-        return list(self._units.values())
+    def shards(self) -> Iterator[tuple[Unit, Memory]]:
+        """The units that were met, and where their shards are; not to be held."""
+        for handle, unit in list(self._units.items()):
+            yield unit, _over(unit, handle, handle.flat_param.data)
 
     # ---- observers ----------------------------------------------------------------------------------
 
@@ -78,10 +79,12 @@ class FlatWatcher:
     def reshard(self, handle: Any, free_unsharded_flat_param: bool) -> Observation:
         """`reshard`: the shard takes the place of what was gathered."""
         unit = self._units.get(handle)
-        memory = None if unit is None else unit.memory
-        if unit is not None and isinstance(memory, FlatMemory) and free_unsharded_flat_param:
-            rebound = _rebound(unit, handle, memory)
-            self._follower.released(unit, memory, _phase(handle), rebound)
+        if unit is not None and free_unsharded_flat_param:
+            with self._follower.quiet():
+                memory = _memory(unit, handle)
+            if memory is not None:
+                rebound = _rebound(unit, handle, memory)
+                self._follower.released(unit, memory, _phase(handle), rebound)
         yield
 
     def free(self, handle: Any) -> Observation:

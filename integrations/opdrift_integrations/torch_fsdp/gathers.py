@@ -65,7 +65,7 @@ class _Seen:
 
 @dataclass(slots=True, eq=False)
 class Unit:
-    """What is known of one buffer of an FSDP unit.
+    """What is known of one buffer of an FSDP unit; it holds no tensor, so that a program may drop its model.
 
     Attributes:
         path: Where the unit is in the model; None if the recorder does not know it.
@@ -84,7 +84,6 @@ class Unit:
     #: Its shard has been named.
     named: bool = False
     nth: dict[str, int] = field(default_factory=dict)
-    memory: Memory | None = None
     seen: _Seen | None = None
     #: This rank's shard in the dtype that is gathered, per piece, and what it was cast from.
     source: Digests = field(default_factory=list)
@@ -160,17 +159,17 @@ class Follower:
                 unit.source = [self._cast(memory.own(piece), dtype) for piece in unit.mine]
                 unit.cast_from, unit.cast_dtype = held, dtype
 
-    def stepped(self, unit: Unit) -> None:
+    def stepped(self, unit: Unit, memory: Memory) -> None:
         """An optimizer has made a step: learn what the shard holds now, so that a hidden write shows."""
-        seen, memory = unit.seen, unit.memory
-        if seen is None or memory is None or _writes(self.recorder, memory) == seen.writes:
+        seen = unit.seen
+        if seen is None or _writes(self.recorder, memory) == seen.writes:
             return
         with self.quiet():
             unit.seen = self._see(unit, memory)
 
     def _look(self, unit: Unit, memory: Memory, phase: str) -> Digests:
         now, before = self._see(unit, memory), unit.seen
-        unit.seen, unit.memory = now, memory
+        unit.seen = now
         untouched = before is not None and (before.storages, before.writes) == (
             now.storages,
             now.writes,
@@ -212,7 +211,6 @@ class Follower:
 
     def gathered(self, unit: Unit, memory: Memory, phase: str, ranks: Sequence[int] | None) -> None:
         """The parameters were put together from what `read_shard` saw."""
-        unit.memory = memory
         with self.quiet():
             found = self._arrived(unit, memory)
         segments = _joined_by(found, [piece.owner for piece in unit.pieces], unit.buffer.ranks)

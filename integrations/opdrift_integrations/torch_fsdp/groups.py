@@ -6,7 +6,7 @@ Hook points (torch 2.13): `torch/distributed/fsdp/_fully_shard/_fsdp_param_group
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 from weakref import WeakKeyDictionary
@@ -18,7 +18,7 @@ from opdrift_integrations.layouts import Buffer, Part
 from opdrift_integrations.paths import join
 from opdrift_integrations.tensors import dtype_name, storage_id
 from opdrift_integrations.torch_fsdp.gathers import Follower, Unit
-from opdrift_integrations.torch_fsdp.memory import EachMemory
+from opdrift_integrations.torch_fsdp.memory import EachMemory, Memory
 
 Observation = Generator[None, Any, None]
 
@@ -42,7 +42,7 @@ class _Group:
         path: Where its module is in the model.
         ranks: The ranks that gather together; `rank` is this one's number among them.
         partly: It gathers what was kept after a forward, not the shards that the optimizer writes.
-        units: (what is known, the parameters) of each buffer.
+        units: (what is known, the numbers of the parameters in the group) of each buffer.
         gathering: The shards were read, and what was gathered from them has not been waited for.
         fresh: It was gathered in the call that is running.
     """
@@ -51,9 +51,13 @@ class _Group:
     ranks: tuple[int, ...] | None
     rank: int
     partly: bool
-    units: list[tuple[Unit, list[Any]]] = field(default_factory=list)
+    units: list[tuple[Unit, list[int]]] = field(default_factory=list)
     gathering: bool = False
     fresh: bool = False
+
+    def of(self, group: Any) -> list[tuple[Unit, list[Any]]]:
+        """Its buffers, and the parameters of each: the group is passed, since to hold it would keep a model alive."""
+        return [(unit, [group.fsdp_params[i] for i in numbers]) for unit, numbers in self.units]
 
 
 class GroupWatcher:
@@ -66,10 +70,13 @@ class GroupWatcher:
         #: The same and those for other ranks: after a forward, shards may be kept on fewer of them.
         self._known: WeakKeyDictionary[Any, dict[Any, _Group]] = WeakKeyDictionary()
 
-    def units(self) -> list[Unit]:
-        """The units that were met."""
-        groups = [group for known in self._known.values() for group in known.values()]
-        return [unit for group in groups for unit, _ in group.units]
+    def shards(self) -> Iterator[tuple[Unit, Memory]]:
+        """The units that were met, and where their shards are; not to be held."""
+        for group, known in list(self._known.items()):
+            for state in known.values():
+                if not state.partly:
+                    for unit, params in state.of(group):
+                        yield unit, self._memory(unit, params, sent=True)
 
     # ---- observers ----------------------------------------------------------------------------------
 
@@ -80,7 +87,7 @@ class GroupWatcher:
         state = self._state(group)
         if state is None:
             return
-        for unit, params in state.units:
+        for unit, params in state.of(group):
             dtype = params[0].param_dtype or params[0]._sharded_param_data.dtype
             memory = self._memory(unit, params, sent=True)
             self._follower.read_shard(unit, memory, dtype, _phase(group))
@@ -94,7 +101,7 @@ class GroupWatcher:
             return
         yield
         state.gathering, state.fresh = False, True
-        for unit, params in state.units:
+        for unit, params in state.of(group):
             memory = self._memory(unit, params)
             self._follower.gathered(unit, memory, _phase(group), state.ranks)
 
@@ -130,19 +137,20 @@ class GroupWatcher:
         self._groups[group] = known[path, ranks, rank]
         return self._groups[group]
 
-    def _cut(self, group: Any, state: _Group) -> list[tuple[Unit, list[Any]]]:
-        by_dtype: dict[tuple[torch.dtype, torch.dtype], list[Any]] = {}
-        for param in group.fsdp_params:
+    def _cut(self, group: Any, state: _Group) -> list[tuple[Unit, list[int]]]:
+        by_dtype: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
+        for number, param in enumerate(group.fsdp_params):
             if hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather"):
                 continue  # an extension sends something else than the shard: nothing can be held against it
             kept = _shard_of(param).dtype
-            by_dtype.setdefault((kept, param.param_dtype or kept), []).append(param)
+            by_dtype.setdefault((kept, param.param_dtype or kept), []).append(number)
         found = []
-        for (_, dtype), params in by_dtype.items():
+        for (_, dtype), numbers in by_dtype.items():
+            params = [group.fsdp_params[number] for number in numbers]
             suffix = f"[{dtype_name(dtype)}]" if len(by_dtype) > 1 else ""
             buffer = self._buffer(params, f"{state.path or 'parameters'}{suffix}", state)
             offloaded = bool(params[0].offload_to_cpu)
-            found.append((Unit(state.path, buffer, offloaded, blocking=False), params))
+            found.append((Unit(state.path, buffer, offloaded, blocking=False), numbers))
         return found
 
     def _buffer(self, params: Sequence[Any], name: str, state: _Group) -> Buffer:
@@ -169,7 +177,7 @@ class GroupWatcher:
         state = self._groups.get(group) or self._state(group)
         if state is None or state.fresh or state.partly or not group.is_unsharded:
             return
-        for unit, params in state.units:
+        for unit, params in state.of(group):
             memory = self._memory(unit, params)
             # the shards may have been written since; what they were sent as does not tell
             self._follower.read_shard(unit, memory, memory.gathered[0].dtype, _phase(group))
@@ -180,12 +188,12 @@ class GroupWatcher:
         if state is None or not group.is_unsharded:
             return
         before = []
-        for unit, params in state.units:
+        for unit, params in state.of(group):
             memory = self._memory(unit, params)
             self._follower.released(unit, memory, _phase(group), _rebound(unit, params))
             before.append(_held(memory))
         yield
-        for (unit, params), held in zip(state.units, before, strict=True):
+        for (unit, params), held in zip(state.of(group), before, strict=True):
             memory = self._memory(unit, params)
             device = str(memory.gathered[0].device)
             self._follower.freed(unit, _phase(group), held - _held(memory), device, "gathered")

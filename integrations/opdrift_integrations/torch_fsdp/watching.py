@@ -47,9 +47,10 @@ def watching(recorder: RecorderLike) -> Iterator[None]:
                 return
             follower.step += 1
             try:
-                for watcher in followed:
-                    for unit in watcher.units():
-                        follower.stepped(unit)
+                with follower.quiet():
+                    for watcher in followed:
+                        for unit, memory in watcher.shards():
+                            follower.stepped(unit, memory)
             except Exception as error:  # the program's step is done, and goes on
                 follower.failed(error)
 
