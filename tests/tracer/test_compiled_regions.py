@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import generated_code
@@ -164,6 +166,19 @@ def test_internals_that_moved_are_said_in_the_trace_and_the_run_goes_on(
     assert torch.equal(result, ONES * 3 + 1)
     assert names(trace) == ["aten.add.Tensor"]
     assert failures(trace) == ["a compiled region"]
+
+
+def test_an_inductor_that_keeps_its_graphs_elsewhere_is_noted(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "torch._inductor.compile_fx", ModuleType("loaded"))
+
+    with recording() as made:
+        monkeypatch.delitem(sys.modules, "torch._inductor.output_code")
+
+    with recording() as usual:
+        monkeypatch.undo()
+
+    assert "this torch has no torch._inductor.output_code" in str(made.trace.footer.notes)
+    assert usual.trace.footer.notes == ()
 
 
 def test_a_call_on_fake_tensors_is_no_region():

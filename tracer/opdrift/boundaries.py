@@ -26,6 +26,8 @@ from opdrift.mode import current_node, is_grad_enabled, sequence_number
 from opdrift.neutral import hide_from_dynamo, silent
 from opdrift.plans import Plan
 from opdrift.records import COMPILED, COMPILED_REGION, GRAD_ENABLED, RAISED, CompiledGraph
+from opdrift.scopes import unwrapped
+from opdrift.sources import CALL_IMPL
 from opdrift.tracefile.graphs import facts_of
 
 if TYPE_CHECKING:
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
     from opdrift.sources import Sources
     from opdrift.values import Values
 
+#: The module of inductor that calls generated code.
+GRAPHS: Final = "torch._inductor.output_code"
 #: Folders of torch whose frames stand between a compiled function and its generated code.
 _MACHINERY: Final = tuple(
     os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), folder) + os.sep
@@ -127,7 +131,7 @@ class Boundaries:
         self, t: ThreadBuffers, graph: Any, inputs: Sequence[Any], tensors: Sequence[Tensor]
     ) -> Ended:
         frame = sys._getframe(2)
-        plan = self._plan(graph, inputs, frame)
+        plan = self._plan(t, graph, inputs, frame)
         source = self._sources.find(frame, t.source)
         use = Use(plan, tensors, {})
         ids, signature, flags = self._mode.read(t, use)
@@ -189,19 +193,23 @@ class Boundaries:
         for tensor in results:
             self._values.output(t, tensor, ids, plan)
 
-    def _plan(self, graph: Any, inputs: Sequence[Any], frame: FrameType) -> RegionPlan:
+    def _plan(
+        self, t: ThreadBuffers, graph: Any, inputs: Sequence[Any], frame: FrameType
+    ) -> RegionPlan:
         ident = id(graph)
         known = self._plans.get(ident)
         if known is not None and known[0]() is graph:
             return known[1]
-        facts = self._facts(graph, inputs, frame)
+        facts = self._facts(t, graph, inputs, frame)
         plan = self._mode.add_plan(facts, RegionPlan)
         assert isinstance(plan, RegionPlan)
         plans = self._plans
         plans[ident] = weakref.ref(graph, lambda _: plans.pop(ident, None) and None), plan
         return plan
 
-    def _facts(self, graph: Any, inputs: Sequence[Any], frame: FrameType) -> CompiledGraph:
+    def _facts(
+        self, t: ThreadBuffers, graph: Any, inputs: Sequence[Any], frame: FrameType
+    ) -> CompiledGraph:
         options = graph.fx_kwargs
         number = options.get("graph_id")
         backward = bool(options.get("is_backward"))
@@ -215,7 +223,7 @@ class Boundaries:
         inference = bool(options.get("is_inference"))
         return CompiledGraph(
             direction="backward" if backward else "inference" if inference else "forward",
-            function=code and plain_name(code.co_qualname),
+            function=code and _function_name(t, code),
             file=code and code.co_filename,
             line=code and code.co_firstlineno,
             graph=number,
@@ -235,6 +243,21 @@ def compiled_function(frame: FrameType | None) -> CodeType | None:
         if not name.startswith((*_MACHINERY, _PACKAGE)):
             return frame.f_code
         frame = frame.f_back
+    return None
+
+
+def _function_name(t: ThreadBuffers, code: CodeType) -> str:
+    """What the program calls a function; a module whose call was compiled whole has none of its own."""
+    module = t.module() if t.module is not None else None
+    if code.co_filename == CALL_IMPL.co_filename and module is not None:
+        return f"{type(unwrapped(module)).__name__}.__call__"
+    return plain_name(code.co_qualname)
+
+
+def why_none_is_seen() -> str | None:
+    """Why calls of generated code cannot be recorded although inductor is loaded: its graphs are not where they were."""
+    if "torch._inductor.compile_fx" in sys.modules and GRAPHS not in sys.modules:
+        return f"this torch has no {GRAPHS}: calls of code that torch.compile generated are not in this trace"
     return None
 
 

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from opdrift import environment
 from opdrift.batches.tracking import Batches
-from opdrift.boundaries import Boundaries, around_generated_code
+from opdrift.boundaries import GRAPHS, Boundaries, around_generated_code, why_none_is_seen
 from opdrift.choices import switches
 from opdrift.collectives import Collectives
 from opdrift.compilations import Compilations
@@ -294,9 +294,7 @@ class Recorder:
         """What to do once a library is loaded: attach its integration; keep out of dynamo's way."""
         wanted: dict[str, Callable[[], None]] = {
             "torch._dynamo.callback": lambda: self._guarded("torch._dynamo", self._dynamo_loaded),
-            "torch._inductor.output_code": lambda: self._guarded(
-                "torch._inductor", self._inductor_loaded
-            ),
+            GRAPHS: lambda: self._guarded("torch._inductor", self._inductor_loaded),
         }
         if self._options.integrations is None:
             for point in installed_integrations().values():
@@ -399,6 +397,7 @@ class Recorder:
             for reason, count in self._values.skipped.items()
         ]
         notes += self._slow_devices + self._unwatched
+        notes += filter(None, [why_none_is_seen()])
         if self._batches is not None:
             notes += self._batches.notes()
         if self._unrecorded:

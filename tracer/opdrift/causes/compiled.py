@@ -290,7 +290,7 @@ def _of(gap: Gap, function: CompiledFunction) -> bool:
 def in_words(function: CompiledFunction) -> str:
     """`Net.forward (model.py:14) ran compiled (inductor, 3 graphs, 12 calls)`."""
     name = function.function or "a compiled function"
-    if function.module and function.module not in name:
+    if function.module.isidentifier() and function.module not in name:
         name = f"{name} of {function.module}"
     place = ""
     if function.file is not None:
