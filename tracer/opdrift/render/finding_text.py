@@ -15,7 +15,7 @@ def finding_report(findings: Sequence[Finding], screen: Screen) -> str:
     page = Page(screen)
     if not findings:
         page.line(
-            "nothing found: no hidden write, no uninitialised read, no NaN or infinity, no bad gather",
+            "nothing found: no hidden write, no early or uninitialised read, no NaN or infinity, no bad gather, move or collective",
             "good",
         )
         return page.render()
