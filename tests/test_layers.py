@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[int, str, str], ...] = (
     (
         2,
         RECORDING,
-        "batches buffers choices collectives compilations environment fingerprint imports kernels memory neutral plans randomness rereading scopes sources spool storages values",
+        "batches buffers choices collectives compilations environment fingerprint imports interning kernels memory neutral outcomes plans randomness rereading scopes sources spool storages values",
     ),
     (3, RECORDING, "boundaries checkpoint_digests mode naming options recorder"),
     (2, READING, "align components contents layouts neighbours regions tokens"),

@@ -56,9 +56,9 @@ def equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
         "opdrift.sources:Sources.find",
         "opdrift.scopes:Scopes._open",
         "opdrift.scopes:Scopes.discover",
-        "opdrift.mode:RecordingMode.add_plan",
+        "opdrift.interning:Interning.add_plan",
         "opdrift.mode:RecordingMode.commit",
-        "opdrift.mode:RecordingMode._signature",
+        "opdrift.interning:Interning.add_signature",
         "opdrift.mode:digest_before",
     ],
 )

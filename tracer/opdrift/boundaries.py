@@ -201,7 +201,7 @@ class Boundaries:
         if known is not None and known[0]() is graph:
             return known[1]
         facts = self._facts(t, graph, inputs, frame)
-        plan = self._mode.add_plan(facts, RegionPlan)
+        plan = self._mode.interning.add_plan(facts, RegionPlan)
         assert isinstance(plan, RegionPlan)
         plans = self._plans
         plans[ident] = weakref.ref(graph, lambda _: plans.pop(ident, None) and None), plan

@@ -7,7 +7,6 @@ write counts, register and fingerprint the outputs, pack a row (notes: recorder,
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Mapping, Sequence
 from struct import pack_into
 from sys import _getframe
@@ -16,7 +15,7 @@ from time import perf_counter_ns as now
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from torch import Size, Tensor
+from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -32,31 +31,24 @@ from opdrift.choices import (
     switches,
     why_not_fast,
 )
-from opdrift.collectives import Collectives, takes_part, waited
-from opdrift.memory import InFlight, Use, under_way
+from opdrift.collectives import Collectives
+from opdrift.interning import Interning, add_literal, parts
+from opdrift.memory import Use
 from opdrift.neutral import (
     DispatchKeys,
-    filled_parts,
-    has_complex,
     hide_from_dynamo,
-    is_synchronous,
-    needs_repair,
     numbers_as_tensors,
     run,
-    silent,
-    work_of,
-    written_tensors,
 )
+from opdrift.outcomes import Outcomes
 from opdrift.plans import Plan, encode
 from opdrift.randomness import Seeds, digest_before
 from opdrift.records import (
     COMPILED,
     GRAD_ENABLED,
-    PENDING,
     RAISED,
     REREAD,
     TRACER_FAILED,
-    UNFINGERPRINTED,
 )
 from opdrift.values import PLAIN, Values
 
@@ -69,11 +61,10 @@ if TYPE_CHECKING:
     from opdrift.kernels.answers import Answers
     from opdrift.sources import Sources
 
-#: Arguments that are their own identity.
-_FIXED: Final = frozenset({torch.dtype, torch.device, torch.layout, torch.memory_format, str})
 #: Tensors that torch itself uses to trace: the call must go through, and has no content.
 _TRACING: Final = frozenset({"FakeTensor", "FunctionalTensor"})
-_MAX_SIGNATURES: Final = 65536
+#: Of so many modules it is remembered why their fast path was not taken.
+_MAX_FAST_PATHS: Final = 65536
 _NO_ARGUMENTS: Final[dict[str, Any]] = {}
 
 current_node: Final[Callable[[], Any]] = torch._C._current_autograd_node
@@ -88,7 +79,7 @@ class RecordingMode(TorchDispatchMode):
         values: Identity and content of tensors.
         sources: Source lines.
         thread: The buffers of the current thread.
-        write_name: Interns a text.
+        interning: Known ops and signatures.
         write_mark: Writes a mark: (thread buffers, kind, fields).
         flush: Empties a full buffer.
         failed: Notes a failure of the tracer itself.
@@ -114,7 +105,7 @@ class RecordingMode(TorchDispatchMode):
         sources: Sources,
         *,
         thread: Callable[[], ThreadBuffers],
-        write_name: Callable[[str, int, str], None],
+        interning: Interning,
         write_mark: Callable[[ThreadBuffers, str, Mapping[str, Any]], None],
         flush: Callable[[ThreadBuffers], None],
         failed: Callable[[str, BaseException], None],
@@ -128,18 +119,17 @@ class RecordingMode(TorchDispatchMode):
         self._codes = sources.codes
         self._thread = thread
         self._me = thread()
-        self._write_name = write_name
         self._write_mark = write_mark
         self._flush = flush
         self._failed = failed
         self._collectives = collectives
         self._batches = batches
-        self._plans: dict[int, Plan] = {}
+        self.interning = interning
+        self._plans = interning.plans
         self._plain: frozenset[type] = PLAIN
-        self._signatures: dict[tuple[Any, ...], int] = {}
-        #: ids of signatures with complex tensors, whose ops need a repair
-        self._complex: set[int] = set()
-        self._signature_ids = itertools.count(1)
+        self._signatures = interning.signatures
+        self._complex = interning.complex
+        self._outcomes = Outcomes(values, collectives)
         self._seq = itertools.count(1)
         self._seeds = Seeds()
         #: module path -> why torch.nn did not take its fast path there when it was last called
@@ -167,7 +157,7 @@ class RecordingMode(TorchDispatchMode):
         plan = self._plans.get(id(func))
         if plan is None:
             try:
-                plan = self.add_plan(func)
+                plan = self.interning.add_plan(func)
             except Exception as error:
                 self._failed(str(func), error)
                 return func(*args, **(kwargs or _NO_ARGUMENTS))
@@ -249,7 +239,9 @@ class RecordingMode(TorchDispatchMode):
             signature_key = tuple(key)
             signature = self._signatures.get(signature_key)
             if signature is None:
-                signature = self._signature(plan, signature_key, args, kwargs or _NO_ARGUMENTS)
+                signature = self.interning.add_signature(
+                    plan, signature_key, args, kwargs or _NO_ARGUMENTS
+                )
             if plan.asks == ADDS:
                 flags |= added_requires_grad(args)
             elif plan.asks == STEERED:
@@ -300,11 +292,11 @@ class RecordingMode(TorchDispatchMode):
         try:
             if plan.collective:
                 use = Use(plan, args, kwargs or _NO_ARGUMENTS)
-                flags |= self._collective(t, use, out, ids)
+                flags |= self._outcomes.collective(t, use, out, ids)
                 mutated = len(ids) - ins
             elif plan.writes:
                 use = Use(plan, args, kwargs or _NO_ARGUMENTS)
-                flags |= self._written(t, use, ids)
+                flags |= self._outcomes.written(t, use, ids)
                 mutated = len(ids) - ins
             kind = type(out)
             if kind is Tensor:
@@ -312,16 +304,16 @@ class RecordingMode(TorchDispatchMode):
                     try:
                         values.output(t, out, ids, plan)
                     except (RuntimeError, NotImplementedError):
-                        self._parts(t, out, ids, plan)
+                        self._outcomes.in_parts(t, out, ids, plan)
                 elif plan.copies:
                     use = Use(plan, args, kwargs or _NO_ARGUMENTS)
-                    flags |= self._copied(t, use, out, ids)
+                    flags |= self._outcomes.copied(t, use, out, ids)
             elif kind is tuple or kind is list:
-                self._outputs(t, plan, out, ids)
+                self._outcomes.returned(t, plan, out, ids)
             elif plan.scalar or kind is float or kind is int or kind is bool:
                 self._write_mark(t, "scalar", {"value": encode(out)})
             elif kind is not type(None):
-                self._outputs(t, plan, (out,), ids)
+                self._outcomes.returned(t, plan, (out,), ids)
             took = ended - started
             # fmt: off
             self.commit(
@@ -384,7 +376,7 @@ class RecordingMode(TorchDispatchMode):
         """Look at what steers the choice of an implementation, before the op has a number."""
         words = why_not_fast(frame)
         if words != self._fast_paths.get(t.path, _NO_ARGUMENTS):
-            if len(self._fast_paths) >= _MAX_SIGNATURES:
+            if len(self._fast_paths) >= _MAX_FAST_PATHS:
                 self._fast_paths.clear()
             self._fast_paths[t.path] = words
             self._write_mark(t, "fast-path", words)
@@ -497,7 +489,7 @@ class RecordingMode(TorchDispatchMode):
         out = run(*use, self._keys)
         if use.plan.writes:
             try:
-                self._written(t, use, [])
+                self._outcomes.written(t, use, [])
             except Exception as error:
                 self._failed(use.plan.name, error)
         return out
@@ -513,7 +505,9 @@ class RecordingMode(TorchDispatchMode):
             flags = self._tensor(t, a, key, ids, use, flags)
         signature = self._signatures.get(tuple(key))
         if signature is None:
-            signature = self._signature(use.plan, tuple(key), tuple(use.args), _NO_ARGUMENTS)
+            signature = self.interning.add_signature(
+                use.plan, tuple(key), tuple(use.args), _NO_ARGUMENTS
+            )
         return ids, signature, flags
 
     def next_seq(self, t: ThreadBuffers) -> int:
@@ -590,75 +584,6 @@ class RecordingMode(TorchDispatchMode):
         key.append(entry[1])
         return flags
 
-    # ---- outputs -------------------------------------------------------------------------------------
-
-    def _outputs(self, t: ThreadBuffers, plan: Plan, out: Any, outputs: list[int]) -> None:
-        for item in out:
-            if isinstance(item, Tensor):
-                if type(item).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-                    continue  # made by an inner mode (FakeTensor): its memory, if any, is not ours to read
-                try:
-                    self._values.output(t, item, outputs, plan)
-                except (RuntimeError, NotImplementedError):
-                    self._parts(t, item, outputs, plan)
-            elif isinstance(item, list | tuple):
-                self._outputs(t, plan, item, outputs)
-
-    def _parts(self, t: ThreadBuffers, out: Tensor, outputs: list[int], plan: Plan) -> None:
-        for part in parts(out):
-            self._values.output(t, part, outputs, plan)
-
-    def _copied(self, t: ThreadBuffers, use: Use, out: Tensor, outputs: list[int]) -> int:
-        """What a copy returned, which may not have arrived yet if it comes from a device."""
-        in_flight = None if use.plan.writes else self._under_way(use, out)
-        if in_flight is not None:
-            self._values.arriving(t, out, outputs, in_flight)
-            return PENDING | UNFINGERPRINTED
-        self._outputs(t, use.plan, (out,), outputs)
-        return 0
-
-    def _written(self, t: ThreadBuffers, use: Use, outputs: list[int]) -> int:
-        strided: list[Tensor] = []
-        for tensor in filled_parts(*use):
-            try:
-                tensor.untyped_storage()
-                tensor.stride()
-                strided.append(tensor)
-            except (RuntimeError, NotImplementedError):
-                strided.extend(parts(tensor))
-        in_flight = self._under_way(use, strided[0]) if use.plan.copies and strided else None
-        self._values.written(t, strided, outputs, use=use, in_flight=in_flight)
-        return 0 if in_flight is None else PENDING | UNFINGERPRINTED
-
-    def _under_way(self, use: Use, target: Tensor) -> InFlight | None:
-        """As `under_way`; where everything is waited for at once, so is this."""
-        found = under_way(use, target)
-        if found is not None and self._collectives.synchronised:
-            found.wait()
-            return None
-        return found
-
-    def _collective(self, t: ThreadBuffers, use: Use, out: Any, outputs: list[int]) -> int:
-        """A collective's output is not there when the mode regains control (H1).
-
-        A synchronous one may be waited for here, since the program waits next anyway; an asynchronous
-        one never: on gloo a second wait hangs or writes the result again (integrity I1).
-        """
-        work = work_of(out)
-        tensors = written_tensors(*use)
-        readable = "reduce_scatter" not in use.plan.name and use.plan.waits
-        if work is None or (use.plan.waits and is_synchronous(*use)):
-            if work is None or waited(work):
-                self._values.written(t, tensors, outputs)
-                return 0
-            self._values.written(t, tensors, outputs, in_flight=InFlight(None, readable=False))
-            return PENDING | UNFINGERPRINTED
-        if use.plan.waits and self._collectives.settled(work, readable=readable):
-            self._values.written(t, tensors, outputs)
-            return 0
-        self._values.written(t, tensors, outputs, in_flight=InFlight(work, readable=readable))
-        return PENDING | UNFINGERPRINTED
-
     def _all_plain(self, types: Sequence[type]) -> bool:
         """Whether no type handles dispatch itself: a bare subclass made inside a mode is listed too."""
         if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):  # type: ignore[attr-defined]
@@ -673,96 +598,6 @@ class RecordingMode(TorchDispatchMode):
         if any(kind.__qualname__ in _TRACING for kind in types):
             return run(plan, args, kwargs, self._keys)
         return NotImplemented
-
-    # ---- interning -----------------------------------------------------------------------------------
-
-    def add_plan(self, func: Any, make: Callable[[Any, int], Plan] = Plan) -> Plan:
-        """Tell the trace of an op that it does not know yet."""
-        plan = self._plans[id(func)] = make(func, len(self._plans) + 1)
-        plan.joins = takes_part(plan)
-        plan.repair = plan.joins or needs_repair(plan)
-        self._write_name("op", plan.id, plan.describe())
-        return plan
-
-    def _signature(
-        self, plan: Plan, key: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> int:
-        if len(self._signatures) >= _MAX_SIGNATURES:
-            # bounded; ids go on, a signature seen again gets a second one
-            self._signatures.clear()
-            self._complex.clear()
-        found = self._signatures[key] = next(self._signature_ids)
-        if has_complex(args) or has_complex(kwargs.values()):
-            self._complex.add(found)
-        text = {
-            "op": plan.id,
-            "args": [self._encode(a) for a in args],
-            "kwargs": {n: self._encode(a) for n, a in kwargs.items()},
-        }
-        self._write_name("signature", found, json.dumps(text))
-        return found
-
-    def _encode(self, a: Any) -> Any:
-        if isinstance(a, Tensor):
-            try:
-                known = self._values.value_of(a)
-            except (RuntimeError, NotImplementedError):
-                # one TensorArgument a part, so that arguments and inputs stay in step
-                return [self._encode(part) for part in parts(a)]
-            return (
-                {"t": known[1][1]}
-                if known is not None and known[1] is not None
-                else {"x": "tensor"}
-            )
-        if isinstance(a, list | tuple):
-            return [self._encode(item) for item in a]
-        return encode(a)
-
-
-def add_literal(key: list[Any], a: Any, kind: type) -> bool:
-    """Add an argument without tensors to a signature's key; False, and nothing added, if it is none.
-
-    As keys 1 == 1.0 == True and 0.0 == -0.0 and nan != nan, so floats go in as hex, bools tagged.
-    """
-    if kind is int or a is None:
-        key.append(a)
-    elif kind is float:
-        key.append(a.hex())
-    elif kind is bool:
-        key.append("T" if a else "F")
-    elif kind is list or kind is tuple or kind is Size:
-        before = len(key)
-        key.append("[")
-        for item in a:
-            inner = type(item)
-            if inner is int:
-                key.append(item)
-            elif not add_literal(key, item, inner):
-                del key[before:]
-                return False
-        key.append("]")
-    elif kind in _FIXED:
-        key.append(kind)
-        key.append(a)
-    elif kind is complex:
-        key.append(str(a))
-    else:
-        return False
-    return True
-
-
-def parts(tensor: Tensor) -> list[Tensor]:
-    """The plain tensors that hold a sparse or nested tensor's content; none for opaque layouts (mkldnn)."""
-    with silent(), torch.no_grad():
-        if tensor.is_nested:
-            return list(tensor.unbind())
-        if tensor.layout is torch.sparse_coo:
-            return [tensor._indices(), tensor._values()]
-        if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-            return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-        if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-            return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return []
 
 
 hide_from_dynamo(RecordingMode.__torch_dispatch__)

@@ -10,7 +10,7 @@ import torch
 from torch.nn import Module
 from torch.nn.parameter import is_lazy
 
-from opdrift.mode import parts
+from opdrift.interning import parts
 from opdrift.scopes import cleaner, name_arguments, unwrapped, walk
 
 if TYPE_CHECKING:

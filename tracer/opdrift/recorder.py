@@ -33,6 +33,7 @@ from opdrift.fingerprint.devices import Devices
 from opdrift.fingerprint.engine import load_engine
 from opdrift.fingerprint.tensors import WITHOUT_CONTENT
 from opdrift.imports import watch_imports
+from opdrift.interning import Interning
 from opdrift.kernels.answers import Answers
 from opdrift.kernels.full import watching
 from opdrift.mode import RecordingMode
@@ -194,7 +195,7 @@ class Recorder:
             self._values,
             self._sources,
             thread=spool.thread,
-            write_name=spool.name,
+            interning=Interning(self._values, spool.name),
             write_mark=spool.mark,
             flush=spool.flush,
             failed=self._failed,
