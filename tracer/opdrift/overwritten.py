@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from opdrift.causes.evidence import some
 from opdrift.neighbours import Neighbours
 from opdrift.provenance import Lineage
 from opdrift.provenance.ops import COPIES, DRAWS, FILLS, operator
 from opdrift.records import Cause, Finding
 from opdrift.tracefile.columns import Ints
 from opdrift.tracefile.reader import Trace
-
-_NAMES = 4
 
 
 def overwritten(trace: Trace, step_at: Callable[[int | None], int | None]) -> Iterator[Finding]:
@@ -94,9 +93,7 @@ def _finding(
     name, load, index = found[0]
     loaded, drawn = trace.op(load), trace.op(index)
     names = [each for each, _, _ in found]
-    said = ", ".join(names[:_NAMES]) + (
-        f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
-    )
+    said = some(names)
     word = "were" if len(names) > 1 else "was"
     where = [f" at {op.source}" if op.source is not None else "" for op in (loaded, drawn)]
     cause = Cause(

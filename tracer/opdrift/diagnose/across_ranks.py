@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
+from opdrift.causes.evidence import some
 from opdrift.compare import Difference, difference
 from opdrift.diagnose.surroundings import environment_of, summary_of
 from opdrift.errors import IncomparableTracesError
@@ -38,9 +38,6 @@ from opdrift.world.collectives import Collective, Disagreement, World
 from opdrift.world.findings import grouped, odd_ones
 from opdrift.world.replicas import Replicas, Split
 from opdrift.world.results import WrongResult, unread, wrong_results
-
-#: Names that are listed in a note.
-_NAMES: Final = 4
 
 
 def across_ranks(path: str | os.PathLike[str]) -> Diagnosis:
@@ -148,13 +145,13 @@ class _Check:
         unjudged = self._replicas.unjudged()
         if unjudged:
             yield (
-                f"{_some(unjudged)} differ{'s' * (len(unjudged) == 1)} between ranks, and nothing recorded says whether that is"
+                f"{some(unjudged)} differ{'s' * (len(unjudged) == 1)} between ranks, and nothing recorded says whether that is"
                 " right: no gradient is reduced, and too little of the model is equal to take it for a replica"
             )
         drifting = self._replicas.drifting()
         if drifting:
             yield (
-                f"{_some(drifting)} {'is' if len(drifting) == 1 else 'are'} kept by each rank for itself: equal at the start, and"
+                f"{some(drifting)} {'is' if len(drifting) == 1 else 'are'} kept by each rank for itself: equal at the start, and"
                 " no longer at the end"
             )
         late = unread(world)
@@ -333,8 +330,3 @@ def _environment(left: Trace, right: Trace) -> tuple[EnvironmentDifference, ...]
     """Settings that differ between the two ranks; seeds do so by right."""
     found = environment_of(left.header, right.header)
     return tuple(each for each in found if not each.name.startswith("seed."))
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
-    return ", ".join(names[:_NAMES]) + more

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from textwrap import shorten
 from typing import Final
 
+from opdrift.causes.evidence import some
 from opdrift.compare import describe, difference
 from opdrift.contents import Contents
 from opdrift.provenance import Lineage, Provenance
@@ -16,8 +17,6 @@ from opdrift.world.loads import LoadedDifferently
 from opdrift.world.replicas import Replicas, Split
 from opdrift.world.results import WrongResult
 
-#: Names that are listed; the rest is counted.
-_NAMES: Final = 4
 #: Of what a rank raised so much is quoted.
 _LONGEST: Final = 160
 #: Steps back from where a replica came apart.
@@ -160,9 +159,7 @@ def of_loads(found: Sequence[LoadedDifferently]) -> Cause:
     """Parameters that one rank loaded and another one drew."""
     first = found[0]
     names = [each.name for each in found]
-    said = ", ".join(names[:_NAMES]) + (
-        f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
-    )
+    said = some(names)
     word = "were" if len(names) > 1 else "was"
     return Cause(
         "weights",
@@ -180,9 +177,7 @@ def of_split(world: World, replicas: Replicas, group: Sequence[Split]) -> Cause:
     """Ranks hold other contents of what they should hold alike."""
     first = group[0]
     names = [split.replica.name for split in group]
-    said = ", ".join(names[:_NAMES]) + (
-        f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
-    )
+    said = some(names)
     when = "when the run began" if not first.left.step else f"after its write {first.left.step}"
     evidence = [
         f"{first.replica.name}: {describe(difference(replicas.print(first.usual, first.left), replicas.print(first.odd[0], first.right)))}",
