@@ -17,7 +17,7 @@ from opdrift_integrations.digests import as_field, same
 from opdrift_integrations.layouts import Buffer, Part
 from opdrift_integrations.paths import join
 from opdrift_integrations.tensors import between, storage_id
-from opdrift_integrations.torch_fsdp.gathers import LIBRARY, Follower, Unit
+from opdrift_integrations.torch_fsdp.gathers import LIBRARY, Follower, Unit, phase_of
 from opdrift_integrations.torch_fsdp.memory import FlatMemory, Memory
 
 Observation = Generator[None, Any, None]
@@ -69,12 +69,12 @@ class FlatWatcher:
                     self._follower.name_parameters(unit, own)
             return
         fresh = fresh or not handle.uses_sharded_strategy
-        self._follower.read_shard(unit, memory, memory.whole.dtype, _phase(handle))
+        self._follower.read_shard(unit, memory, memory.whole.dtype, phase_of(handle))
         yield
         if fresh:
-            self._follower.gathered(unit, memory, _phase(handle), _ranks(handle))
+            self._follower.gathered(unit, memory, phase_of(handle), _ranks(handle))
         else:
-            self._follower.used(unit, memory, _phase(handle), _ranks(handle))
+            self._follower.used(unit, memory, phase_of(handle), _ranks(handle))
 
     def reshard(self, handle: Any, free_unsharded_flat_param: bool) -> Observation:
         """`reshard`: the shard takes the place of what was gathered."""
@@ -84,7 +84,7 @@ class FlatWatcher:
                 memory = _memory(unit, handle)
             if memory is not None:
                 rebound = _rebound(unit, handle, memory)
-                self._follower.released(unit, memory, _phase(handle), rebound)
+                self._follower.released(unit, memory, phase_of(handle), rebound)
         yield
 
     def free(self, handle: Any) -> Observation:
@@ -140,7 +140,7 @@ class FlatWatcher:
         before, device = tensor.untyped_storage().nbytes(), str(tensor.device)
         yield
         bytes_ = before - tensor.untyped_storage().nbytes()
-        self._follower.freed(unit, _phase(handle), bytes_, device, what)
+        self._follower.freed(unit, phase_of(handle), bytes_, device, what)
 
     def _viewing(self, handle: Any, what: str) -> Observation:
         unit = self._units.get(handle)
@@ -151,7 +151,7 @@ class FlatWatcher:
             "views",
             library=LIBRARY,
             unit=unit.path,
-            phase=_phase(handle),
+            phase=phase_of(handle),
             step=self._follower.step,
             buffer=unit.buffer.name,
             what=what,
@@ -242,14 +242,6 @@ def _rebound(unit: Unit, handle: Any, memory: FlatMemory) -> list[str]:
         if storage_id(present) not in (storage_id(memory.whole), storage_id(memory.master)):
             found.append(part.name)
     return found
-
-
-def _phase(handle: Any) -> str:
-    """forward, backward or summon."""
-    state = handle._training_state.name
-    if "BACKWARD" in state:
-        return "backward"
-    return "forward" if state == "FORWARD" else "summon"
 
 
 def _ranks(handle: Any) -> list[int] | None:

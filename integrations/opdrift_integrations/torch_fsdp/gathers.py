@@ -418,3 +418,14 @@ def _alike(one: Digests, other: Digests) -> bool:
     return len(one) == len(other) and all(
         same(a, b) is True for a, b in zip(one, other, strict=True)
     )
+
+
+def phase_of(unit: Any) -> str:
+    """What FSDP gathers for: forward, backward, or "summon" where the program asked for the parameters.
+
+    `unit` is a `FlatParamHandle` of FSDP1 or an `FSDPParamGroup` of FSDP2: both have a `_training_state`.
+    """
+    state = unit._training_state.name
+    if "BACKWARD" in state:
+        return "backward"
+    return "forward" if state == "FORWARD" else "summon"

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from opdrift_integrations.layouts import Buffer, Part
 from opdrift_integrations.paths import join
 from opdrift_integrations.tensors import dtype_name, storage_id
-from opdrift_integrations.torch_fsdp.gathers import Follower, Unit
+from opdrift_integrations.torch_fsdp.gathers import Follower, Unit, phase_of
 from opdrift_integrations.torch_fsdp.memory import EachMemory, Memory
 
 Observation = Generator[None, Any, None]
@@ -90,7 +90,7 @@ class GroupWatcher:
         for unit, params in state.of(group):
             dtype = params[0].param_dtype or params[0]._sharded_param_data.dtype
             memory = self._memory(unit, params, sent=True)
-            self._follower.read_shard(unit, memory, dtype, _phase(group))
+            self._follower.read_shard(unit, memory, dtype, phase_of(group))
         yield
         state.gathering = group._all_gather_result is not None
 
@@ -103,7 +103,7 @@ class GroupWatcher:
         state.gathering, state.fresh = False, True
         for unit, params in state.of(group):
             memory = self._memory(unit, params)
-            self._follower.gathered(unit, memory, _phase(group), state.ranks)
+            self._follower.gathered(unit, memory, phase_of(group), state.ranks)
 
     def pre_forward(self, group: Any, *args: Any, **kwargs: Any) -> Observation:
         """`pre_forward`: the parameters are about to be used, gathered just now or still there."""
@@ -180,8 +180,8 @@ class GroupWatcher:
         for unit, params in state.of(group):
             memory = self._memory(unit, params)
             # the shards may have been written since; what they were sent as does not tell
-            self._follower.read_shard(unit, memory, memory.gathered[0].dtype, _phase(group))
-            self._follower.used(unit, memory, _phase(group), state.ranks)
+            self._follower.read_shard(unit, memory, memory.gathered[0].dtype, phase_of(group))
+            self._follower.used(unit, memory, phase_of(group), state.ranks)
 
     def _releasing(self, group: Any) -> Observation:
         state = self._groups.get(group)
@@ -190,13 +190,13 @@ class GroupWatcher:
         before = []
         for unit, params in state.of(group):
             memory = self._memory(unit, params)
-            self._follower.released(unit, memory, _phase(group), _rebound(unit, params))
+            self._follower.released(unit, memory, phase_of(group), _rebound(unit, params))
             before.append(_held(memory))
         yield
         for (unit, params), held in zip(state.of(group), before, strict=True):
             memory = self._memory(unit, params)
             device = str(memory.gathered[0].device)
-            self._follower.freed(unit, _phase(group), held - _held(memory), device, "gathered")
+            self._follower.freed(unit, phase_of(group), held - _held(memory), device, "gathered")
 
     def _memory(self, unit: Unit, params: Sequence[Any], *, sent: bool = False) -> EachMemory:
         """The tensors of a buffer; `sent` says that it is about to be gathered, and nothing is there yet."""
@@ -233,14 +233,6 @@ def _rebound(unit: Unit, params: Sequence[Any]) -> list[str]:
         if storage_id(local) != storage_id(param.all_gather_outputs[0]):
             found.append(part.name)
     return found
-
-
-def _phase(group: Any) -> str:
-    """forward, backward or summon."""
-    state = group._training_state.name
-    if "BACKWARD" in state:
-        return "backward"
-    return "forward" if state == "FORWARD" else "summon"
 
 
 def _ranks(group: Any) -> tuple[tuple[int, ...] | None, int]:
