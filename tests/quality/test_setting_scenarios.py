@@ -24,6 +24,7 @@ from scenarios import (
     twins,
 )
 from torch import Tensor, nn
+from torch.nn import functional
 
 BOOK = Book()
 agrees, diverges, rounds = BOOK.agrees, BOOK.diverges, BOOK.rounds
@@ -253,6 +254,32 @@ def a_run_raises_half_way() -> Pair:
             if fails:
                 raise RunError("no such key")
             return model[2](model[1](h))  # type: ignore[index]
+
+    return Pair(lambda: run(models[0], fails=False), lambda: run(models[1], fails=True), models)
+
+
+class Causal(nn.Module):
+    """Attention over what came before, between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, *, fails: bool = False) -> Tensor:
+        x = self.up(x).view(1, 1, -1, 8)
+        if fails:
+            raise RunError("no such key")
+        return self.down(functional.scaled_dot_product_attention(x, x, x, is_causal=True))
+
+
+@diverges(cause="structure", says=("the right run ended with RunError: no such key after op ",))
+def a_run_raises_in_a_call_that_was_made_before() -> Pair:
+    """Its result would have been that of the call before; it is missing all the same."""
+    models = twins(Causal)
+
+    def run(model: nn.Module, *, fails: bool) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            return model(X), model(X, fails=fails)
 
     return Pair(lambda: run(models[0], fails=False), lambda: run(models[1], fails=True), models)
 

@@ -152,7 +152,8 @@ def _named(compared: Compared, left: LeafTable, right: LeafTable) -> list[Sink]:
             rest = _with_entries(compared, kind, rest, (left, right), found)
         for side in (0, 1):
             known[side].update(_told(compared, found, side))
-        found += _renamed(compared, kind, rest, kept, known)
+        # of a run that raised, a call that was to be made once more is missing, too
+        found += _renamed(compared, kind, rest, kept, (set(), set()) if raised else known)
     return found
 
 
@@ -212,7 +213,7 @@ def _renamed(
 
     Another result that only one run has counts if the run kept it to its end: the other run lacks it. What
     was thrown away, such as the result of a warm-up, before the others or after them, is no difference, nor
-    is one that the other run holds as well: the same call made twice. A
+    is one that the other run holds as well (`known`): the same call made twice. A
     gradient that is not zero always counts, and everything does where a run raised.
     """
     found: list[Sink] = []

@@ -57,6 +57,8 @@ CAUSES: Final[dict[str, Callable[[Evidence], Cause | None]]] = {
     "weights-retied": parameters.retied,
     "weights-written": parameters.weights_written,
     "weights-exchanged": exchanged.weights_exchanged,
+    # what a run did not come to is no mask, padding or cache that it lacks
+    "raised": structure.raised,
     "mask-written": masking.mask_written,
     "inplace": memory.inplace,
     "kv-cache": arguments.kv_cache,
@@ -84,7 +86,6 @@ CAUSES: Final[dict[str, Callable[[Evidence], Cause | None]]] = {
     "unseen-write": unseen.unseen_write,
     "kernel": kernels.kernel,
     "environment": environment.environment,
-    "raised": structure.raised,
     "structure": structure.structure,
 }
 
