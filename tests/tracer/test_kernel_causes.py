@@ -136,3 +136,49 @@ def test_attention_that_the_program_writes_out_is_not_pinned_by_switches(tmp_pat
     assert found.first is not None
     assert "attn_implementation" in found.first.cause.try_
     assert "sdpa_kernel" not in found.first.cause.try_
+
+
+class Projected(nn.Module):
+    """Attention under a mask, behind a projection that has gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.Linear(8, 8)
+        nn.init.eye_(self.q.weight)
+        nn.init.zeros_(self.q.bias)
+
+    def forward(self, mask: Tensor | None) -> Tensor:
+        return F.scaled_dot_product_attention(self.q(Q), K, V, mask) * 2
+
+
+def inferred_and_trained(folder: Path, masks: tuple[Tensor | None, Tensor | None]) -> Diagnosis:
+    """Inference on the left against a step of training on the right, each under a mask."""
+    model = Projected()
+    with torch.no_grad(), opdrift.record(folder / "left", model=model, integrity="off"):
+        model(masks[0])
+    with opdrift.record(folder / "right", model=model, integrity="off"):
+        model(masks[1]).sum().backward()
+    return opdrift.diff(folder / "left", folder / "right")
+
+
+def test_a_backward_pass_of_masked_attention_is_not_taken_for_a_mask_of_one_run(
+    tmp_path: Path,
+) -> None:
+    """Inference against a step of training, both masked: what the step has alone are its gradients."""
+    found = inferred_and_trained(tmp_path, (BIAS[None], BIAS[None]))
+
+    assert {c.slug for c in found.causes} == {"structure"}
+    assert said(found).startswith("the right run goes backward as well, the left run does not")
+    assert found.first is not None
+    assert any("none of them is known to differ" in w for w in found.first.cause.evidence)
+
+
+def test_a_mask_that_only_the_training_step_has_is_still_told(tmp_path: Path) -> None:
+    """The nearest case: there is a backward pass, and the forward one is masked in one run only."""
+    hiding = torch.full((1, 1, 6, 6), float("-inf")).triu(1)
+    found = inferred_and_trained(tmp_path, (None, hiding))
+
+    assert found.verdict == "diverged"
+    assert found.first is not None
+    assert found.first.phase == "forward"
+    assert found.first.cause.slug == "mask"

@@ -114,6 +114,12 @@ class Evidence:
         return name, side, shown[1]
 
     @property
+    def lacks_result(self) -> bool:
+        """Whether the origin is a result that only one of the runs has."""
+        values = self.origin.values
+        return self.origin.row < 0 and (values.left is None) != (values.right is None)
+
+    @property
     def is_region(self) -> bool:
         """Whether the op of the origin is a call of a compiled region."""
         return any(op in side.regions.at for _, side, op in self.sides if op is not None)

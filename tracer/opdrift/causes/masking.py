@@ -41,8 +41,9 @@ class Hiding:
 
 
 def attends(side: Side, op: int) -> bool:
-    """Whether an op is, or ends, the scores of an attention."""
-    return any(word in side.name(op) for word in _ATTENDING)
+    """Whether an op is, or ends, the scores of an attention; its backward is told by what runs forward."""
+    name = side.name(op)
+    return "backward" not in name and any(word in name for word in _ATTENDING)
 
 
 def hidings(side: Side, ops: list[int]) -> list[Hiding]:
@@ -206,8 +207,8 @@ def _is_mask_op(name: str) -> bool:
 
 def mask_on_one_side(e: Evidence) -> Cause | None:
     """The runs attend by different ops, and only one of them hides keys, whichever backend runs."""
-    if e.origin.story != "region":
-        return None
+    if e.origin.story != "region" or e.lacks_result:
+        return None  # without the result there is no attention that could be compared
     reader = e.consumer()
     ops = list(e.origin.region.left), list(e.origin.region.right)
     ends = [

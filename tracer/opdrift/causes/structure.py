@@ -210,6 +210,9 @@ def structure(e: Evidence) -> Cause | None:
     if e.origin.story == "other-source":
         return _other_source(e)
     ops = e.ops_of(0) if e.origin.region.left else [], e.ops_of(1) if e.origin.region.right else []
+    trained = _trained_alone(e, ops)
+    if trained is not None:
+        return trained
     evidence = []
     for n, (name, side, _) in enumerate(e.sides):
         if ops[n]:
@@ -247,6 +250,31 @@ def structure(e: Evidence) -> Cause | None:
         [*evidence, *raised],
         "Compare the two configurations and code versions at the lines above; if the ops are meant to be the same,"
         " map renamed modules with --map LEFT=RIGHT.",
+    )
+
+
+def _trained_alone(e: Evidence, ops: tuple[list[int], list[int]]) -> Cause | None:
+    """One run goes backward, the other does not: what only the first has are gradients and what leads to them."""
+    trains = e.shared.trains
+    if not e.lacks_result or trains.left == trains.right:
+        return None
+    n = 0 if trains.left else 1
+    name, side, _ = e.sides[n]
+    if not any(side.trace.ops.phase[op] for op in ops[n]):
+        return None
+    other = e.sides[1 - n][0]
+    equal = not e.case.compared.outputs_differ.any()
+    return cause(
+        "structure",
+        "certain",
+        f"the {name} run goes backward as well, the {other} run does not: {counted(len(ops[n]), 'op')} more",
+        [
+            f"{name} only: {op_names(side, ops[n])}",
+            f"{counted(len(e.case.pairing.left), 'op')} of both runs are paired, and none of them is known to differ"
+            if equal
+            else "",
+        ],
+        "Compare a training step with a training step, or what both runs compute forward: record the forward alone.",
     )
 
 
