@@ -112,6 +112,22 @@ def test_a_refusal_is_told_and_ends_what_was_watched(builder: Builder, ops: Obse
     assert seen.of(2, "verbose") is None
 
 
+def test_what_was_told_before_a_foreign_thread_showed_up_is_ambiguous(
+    builder: Builder, ops: ObservedOps
+):
+    """When it began to call is not known; what was not written yet is dropped."""
+    ops.add(1, ["matmul"])
+    ops.write()
+    ops.add(2, ["matmul"])
+    ops.disown("another thread calls MKL")
+
+    seen = read(builder)
+
+    assert seen.refused == ["another thread calls MKL"]
+    assert seen.of(1, "verbose") == Seen("verbose", ("matmul",), ambiguous=True)
+    assert seen.of(2, "verbose") is None
+
+
 def test_a_mark_that_the_program_calls_kernels_is_left_alone(builder: Builder):
     builder.mark("kernels", source="my own", ops="many")
     builder.mark("kernels", count=3)

@@ -22,7 +22,7 @@ from cpu_routines import convolution, other, product, whole
 from torch import nn
 
 import opdrift
-from opdrift.kernels import CannotWatchError
+from opdrift.kernels import CannotWatchError, silent
 from opdrift.kernels.observed import ObservedOps
 from opdrift.kernels.verbose import Verbose, call_of
 from opdrift.picks import Picks
@@ -211,21 +211,43 @@ def test_ops_of_two_threads_at_once_are_ambiguous(verbose: Verbose, marks: list[
     assert [seq for seq, _ in marks[0]["ops"]] == [3]
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("aten.sqrt_.default", "calls neither"), ("aten.relu.default", "never calls MKL")],
+)
 def test_calls_of_a_thread_that_is_not_recorded_end_the_watching(
-    verbose: Verbose, marks: list[Mapping[str, Any]], told: list[str]
+    verbose: Verbose, marks: list[Mapping[str, Any]], told: list[str], name: str, reason: str
 ):
-    """An op that can call neither library was seen to: whose the calls of late were cannot be told."""
+    """An op that cannot call the library was seen to: whose the calls of late were cannot be told."""
     a = torch.ones(16, 16)
-    for seq, name in enumerate(("aten.mm.default", "aten.sqrt_.default", "aten.mm.default"), 1):
-        verbose.begin(seq, name)
+    for seq, each in enumerate(("aten.mm.default", name, "aten.mm.default"), 1):
+        verbose.begin(seq, each)
         torch.mm(a, a)
         verbose.end(seq)
     verbose.close()
 
     (refused,) = marks
     assert refused["refused"] == told[0]
+    assert refused["foreign"] is True
     assert told[0].startswith("another thread of the program calls oneDNN or MKL")
-    assert "(aten.sqrt_.default, which calls neither, was seen to)" in told[0]
+    assert f"({name}, which {reason}, was seen to)" in told[0]
+
+
+def test_an_activation_may_call_onednn(verbose: Verbose, told: list[str]):
+    """On tensors in oneDNN's own layout: only MKL is not its to call."""
+    a = torch.ones(16, 16).to_mkldnn()
+
+    verbose.begin(1, "aten.relu.default")
+    torch.relu(a)
+    verbose.end(1)
+
+    assert told == []
+
+
+def test_ops_that_are_said_to_call_nothing_are_torchs():
+    """A name that is mistyped would never be met."""
+    assert [n for n in silent._NEITHER | silent._NOT_MKL if not hasattr(torch.ops.aten, n)] == []
+    assert not silent._NEITHER & silent._NOT_MKL
 
 
 def test_a_sum_may_call_onednn(verbose: Verbose, marks: list[Mapping[str, Any]], told: list[str]):

@@ -79,15 +79,19 @@ class ObservedOps:
             if self._count:
                 self._write()
 
-    def forget(self) -> None:
-        """Drop what is not written yet: it cannot be trusted."""
-        with self._lock:
-            self._begin()
-
     def refuse(self, why: str) -> None:
         """Say in the trace that from here on nothing is observed, and why."""
         self.write()
         self._write_mark({"source": self._source, "refused": why})
+
+    def disown(self, why: str) -> None:
+        """Say that nothing is observed from here on, and that what was may be of somebody else.
+
+        What is not written yet is dropped. When the other began is not known, so what was written is in doubt, too.
+        """
+        with self._lock:
+            self._begin()
+            self._write_mark({"source": self._source, "refused": why, "foreign": True})
 
     def _write(self) -> None:
         fields = {

@@ -18,17 +18,13 @@ import torch
 from opdrift.kernels import CannotWatchError
 from opdrift.kernels.cstdout import CStdout
 from opdrift.kernels.observed import ObservedOps
+from opdrift.kernels.silent import why_not_its_own
 from opdrift.neutral import silent
 
 #: Variables by which a program makes the libraries verbose itself, or sends elsewhere what they print.
 _VARIABLES: Final = ("ONEDNN_VERBOSE", "DNNL_VERBOSE", "MKL_VERBOSE", "MKL_VERBOSE_OUTPUT_FILE")
 #: Ops of torch. Those of others may be Python code that prints, and what C code prints then would come too late.
 _TORCHS: Final = ("aten.", "mkldnn.", "mkldnn_prepacked.", "onednn.", "quantized.")
-#: Ops that call neither library, whatever their tensors: a line at one of these was printed by another thread.
-_SILENT: Final = frozenset(
-    """abs addcdiv addcmul arange cos detach div embedding eq exp expand gt index_select lerp log lt mean ne neg
-    pow rsqrt select sin slice sqrt sub sum unsqueeze where""".split()  # noqa: SIM905
-)
 #: torch's function that makes a library verbose -> the library.
 _SETTERS: Final = {"mkldnn_set_verbose": "oneDNN", "mkl_set_verbose": "MKL"}
 
@@ -141,12 +137,13 @@ class Verbose:
         if not self._is_on:
             return
         text = b"" if self._running else self._off()
-        names, raw = self._calls(text) if text else ((), ())
-        if alone and names and name.split(".")[1].rstrip("_") in _SILENT:
-            self._ops.forget()
+        names, raw = self._calls(text) if text else ([], [])
+        reason = why_not_its_own(name, names) if alone else None
+        if reason is not None:
             self._stop(
                 "another thread of the program calls oneDNN or MKL, and whose calls are whose cannot be told"
-                f" ({name}, which calls neither, was seen to)"
+                f" ({name}, which {reason}, was seen to)",
+                foreign=True,
             )
         elif alone:
             self._ops.add(seq, names, raw=raw)
@@ -158,10 +155,13 @@ class Verbose:
             self._off()
         self._stop(f"opdrift failed at it: {error!r}")
 
-    def _stop(self, why: str) -> None:
-        """Watch no more."""
+    def _stop(self, why: str, *, foreign: bool = False) -> None:
+        """Watch no more; what was seen so far may be of another thread if it is `foreign`."""
         self._over = True
-        self._ops.refuse(why)
+        if foreign:
+            self._ops.disown(why)
+        else:
+            self._ops.refuse(why)
         self._stopped(why)
 
     def _on(self) -> None:

@@ -23,7 +23,7 @@ class Seen:
         source: Who tells: the libraries' verbose output, or a profiler.
         names: In order, one for each call of a library or kernel; none if it ran none.
         raw: What else was said, and was not understood when it was recorded.
-        ambiguous: Other ops ran at the same time, so nothing is known.
+        ambiguous: Other ops ran at the same time, or a thread that was not recorded, so nothing is known.
     """
 
     source: Source
@@ -52,7 +52,9 @@ class Observed:
         """What the op with this number was seen to run; None if it was not watched."""
         names = self._names.get((source, seq), ())
         raw = self._raw.get((source, seq), ())
-        if (source, seq) in self._ambiguous:
+        if (source, seq) in self._ambiguous or (
+            source in self._foreign and self._was_watched(seq, source)
+        ):
             return Seen(source, names, raw, ambiguous=True)
         if names or raw or self._was_watched(seq, source):
             return Seen(source, names, raw)
@@ -83,6 +85,11 @@ class Observed:
             for mark in self._marks
             for seq in mark.fields.get("ambiguous", ())
         }
+
+    @cached_property
+    def _foreign(self) -> set[str]:
+        """Sources that turned out to tell of threads that were not recorded, too."""
+        return {mark.fields["source"] for mark in self._marks if mark.fields.get("foreign") is True}
 
     def _was_watched(self, seq: int, source: Source) -> bool:
         """Whether a mark spans this op. Ops of several threads may be in the next mark, with what they ran."""
