@@ -749,3 +749,31 @@ def test_convolutions_follow_torchs_own_chooser(tmp_path: Path) -> None:
         assert found is not None
         assert (found.library == "oneDNN") == onednn, (trace.op(ops[-1]), found)
     assert 0.1 < sum(chosen) / len(chosen) < 0.9
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="rules of builds with MKL")
+def test_threads_choose_who_computes_a_1x1_convolution_of_a_small_batch(tmp_path: Path) -> None:
+    """A 3x3 kernel and a batch of 16 go to oneDNN on one thread, too, and their reason names no thread."""
+    x = torch.zeros(16, 4, 8, 8)
+    pointwise, wider = torch.zeros(6, 4, 1, 1), torch.zeros(6, 4, 3, 3)
+    threads = torch.get_num_threads()
+    found: dict[int, list[tuple[str | None, str | None]]] = {}
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            trace, cases = recorded(
+                tmp_path / f"t{count}",
+                lambda: F.conv2d(x[:4], pointwise),
+                lambda: F.conv2d(x, pointwise),
+                lambda: F.conv2d(x[:4], wider),
+            )
+            picks = [Picks(trace).of(ops[-1]) for ops in cases]
+            found[count] = [(p.library, p.reason) for p in picks if p is not None]
+    finally:
+        torch.set_num_threads(threads)
+
+    others = [("oneDNN", "batch 16 > 1"), ("oneDNN", "batch 4 > 1")]
+    assert found == {
+        1: [("ATen", "1x1 kernel and batch 4 < 16 on one thread"), *others],
+        2: [("oneDNN", "batch 4 > 1, on 2 threads"), *others],
+    }

@@ -26,8 +26,9 @@ FLASH = Pick("aten._scaled_dot_product_flash_attention.default", "ATen", "FLASH_
 @pytest.fixture(autouse=True)
 def _as_it_was() -> Iterator[None]:
     """Puts back what the advice sets."""
-    engine = torch.backends.quantized.engine
+    engine, threads = torch.backends.quantized.engine, torch.get_num_threads()
     yield
+    torch.set_num_threads(threads)
     torch._C._set_mkldnn_enabled(True)
     torch.backends.nnpack.set_flags(True)
     torch.backends.mha.set_fastpath_enabled(True)
@@ -59,6 +60,16 @@ def _as_it_was() -> Iterator[None]:
             "torch.backends.quantized.engine",
         ),
         (routine("convolution", "NNPACK"), routine("im2col and SGEMM", "ATen"), "torch.backends.nnpack.set_flags(False)"),
+        (
+            routine("im2col and SGEMM", "ATen", "1x1 kernel and batch 4 < 16 on one thread"),
+            routine("convolution", "oneDNN", "batch 4 > 1, on 2 threads"),
+            "torch.set_num_threads(1)",
+        ),
+        (
+            routine("im2col and SGEMM", "ATen", "1x1 kernel and batch 4 < 16 on one thread"),
+            routine("convolution", "oneDNN", "batch 20 > 1"),
+            "same batch size",
+        ),
         (ONEDNN, routine("brg_matmul:avx2", "oneDNN"), "ONEDNN_MAX_CPU_ISA=AVX2"),
         (SGEMM, routine("SGEMM_BATCH", "MKL"), "same batch size: which routine multiplies"),
         (Pick("gemm_a", "cuBLAS", None, source="profiler"), Pick("gemm_b", "cuBLAS", None, source="profiler"), "torch.backends.cudnn.benchmark = False"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 from opdrift.records import Pick
@@ -30,6 +31,12 @@ _ENGINE: Final = (
 )
 _NNPACK: Final = "Leave NNPACK out in both runs: torch.backends.nnpack.set_flags(False)"
 _ONE_ROW: Final = "Give both sides two rows or more, or the same batch size: a single row of 16 bits has a kernel of its own"
+_THREADS: Final = (
+    "Give both runs as many threads, as torch.set_num_threads(1): by them torch chooses who computes a 1x1 convolution"
+    " of a small batch"
+)
+#: How the rule of convolutions ends where threads decide.
+_ON_THREADS: Final = re.compile(r"on (?:one thread|\d+ threads)$")
 _SIZE: Final = (
     "Give both sides the same batch size, or leave oneDNN out in both: torch.backends.mkldnn.enabled = False; which"
     " library computes follows from the sizes"
@@ -76,6 +83,8 @@ def _of_routines(left: Pick, right: Pick) -> str:
     ):
         if words in reasons:
             return pin
+    if all(p.reason and _ON_THREADS.search(p.reason) for p in (left, right)):
+        return _THREADS
     if "NNPACK" in libraries:
         return _NNPACK
     if libraries == {"oneDNN"}:

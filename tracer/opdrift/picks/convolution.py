@@ -82,30 +82,33 @@ def _onednn(
     threads = flag("num_threads", 1)
     if not isinstance(threads, int):
         return None
-    why = _float32(image, weight, arguments, threads)
-    return (False, "one small image") if why is None else (True, why)
+    return _float32(image, weight, arguments, threads)
 
 
 def _float32(
     image: TensorMeta, weight: TensorMeta, arguments: Mapping[str, Argument], threads: int
-) -> str | None:
-    """Why oneDNN takes a float32 convolution; None if it does not."""
+) -> tuple[bool, str]:
+    """Whether oneDNN takes a float32 convolution, and why."""
     shape, kernel = image.shape, weight.shape[2:]
     if len(kernel) == 1:  # torch treats it as an image of height 1
         shape, kernel = (*shape[:2], 1, shape[2]), (1, kernel[0])
     groups = arguments.get("groups", 1)
     plain = all(v == 1 for name in ("stride", "dilation") for v in numbers(arguments.get(name)))
     small = kernel[-1] == kernel[-2] == 1
-    if plain and shape[0] < _LARGE_BATCH and small and threads <= 1:
-        return None
+    by_threads = plain and small and shape[0] < _LARGE_BATCH
+    if by_threads and threads <= 1:
+        return False, f"1x1 kernel and batch {shape[0]} < {_LARGE_BATCH} on one thread"
+    more = f", on {threads} threads" if by_threads else ""
     if isinstance(groups, int) and groups > 1:
-        return f"{groups} groups"
+        return True, f"{groups} groups{more}"
     if kernel[-1] > 3 and kernel[-2] > 3:
-        return "kernel larger than 3x3"
+        return True, "kernel larger than 3x3"
     if shape[0] > 1:
-        return f"batch {shape[0]} > 1"
+        return True, f"batch {shape[0]} > 1{more}"
     elements = math.prod(shape[:4])
-    return f"{elements} elements > {_LARGE}" if elements > _LARGE else None
+    if elements > _LARGE:
+        return True, f"{elements} elements > {_LARGE}{more}"
+    return False, "one small image"
 
 
 def _nnpack_takes(image: TensorMeta, weight: TensorMeta, flag: Get) -> bool:
