@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 (as torch writes it)
 from torch import Tensor, nn
@@ -84,6 +85,34 @@ def test_under_inference_mode_both_backends_are_told_though_the_op_is_the_same(
     )
     assert found.first is not None
     assert "what changed the pick: the flash switch: on against off" in found.first.cause.evidence
+
+
+def inferred(**options: object) -> Callable[[], object]:
+    """One call of an `Attention` under inference mode, where it is a single op."""
+    return lambda: torch.inference_mode()(Attention(**options))(Q, K, V)  # type: ignore[arg-type]
+
+
+def test_a_tensor_that_lies_otherwise_gives_rounding_under_inference_mode(tmp_path: Path) -> None:
+    """The query's numbers are equal and lie in another order: only the pick of the backend differs."""
+    found = compared(tmp_path, inferred(), inferred(turn=True))
+
+    assert found.verdict == "rounding"
+    assert "right ran MATH because the last dim is not contiguous" in said(found)
+
+
+@pytest.mark.parametrize(
+    ("hides", "verdict", "slug"), [(False, "rounding", "rounding"), (True, "diverged", "mask")]
+)
+def test_a_mask_of_zeros_is_no_other_argument(
+    tmp_path: Path, hides: bool, verdict: str, slug: str
+) -> None:
+    """It changes no score, and the backend that runs because of it rounds otherwise; one element that hides is a mask."""
+    mask = torch.zeros(6, 6)
+    mask[0, 5] = float("-inf") if hides else 0.0
+    found = compared(tmp_path, inferred(), inferred(mask=mask.requires_grad_()))
+
+    assert found.first is not None
+    assert (found.verdict, found.first.cause.slug) == (verdict, slug)
 
 
 def test_equal_backends_are_not_spoken_of(tmp_path: Path) -> None:

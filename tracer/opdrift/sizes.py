@@ -11,6 +11,7 @@ import numpy as np
 from opdrift.bounds import Bound, explained, precision_of
 from opdrift.case import Case, Side
 from opdrift.compare import Difference, difference
+from opdrift.openmasks import only_open_masks
 from opdrift.orders import same_order
 from opdrift.origins.kinds import draws
 from opdrift.origins.model import Origin
@@ -154,6 +155,7 @@ def _op_size(case: Case, origin: Origin, found: Difference | None) -> Size:
     bound = _bound(case, origin)
     # one sample of batches of other sizes: shapes and masks are other arguments without being other work
     set_otherwise = bool(origin.settings) and not case.by_sample
+    set_otherwise = set_otherwise and not only_open_masks(case, op.left, op.right, origin.settings)
     if set_otherwise or draws(case.left, op.left) or draws(case.right, op.right):
         return Size(found, bound, bound.loose if bound else None, material=True)
     if found is None or bound is None or not found.comparable or found.relative is None:
@@ -233,6 +235,7 @@ def _region_size(case: Case, origin: Origin, found: Difference | None) -> Size:
     if found is None and origin.row >= 0:
         found, reader = at_reader(case, origin.row)
         total += reader
+        judged = judged or reader > 0.0  # what differs was measured there
         nonfinite = nonfinite or (found is not None and found.nonfinite_changed)
     if found is None or not found.comparable or found.relative is None or nonfinite:
         return Size(found, widest, None, material=True)
