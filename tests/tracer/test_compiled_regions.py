@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import weakref
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from recordings import recording
 from torch import Tensor, nn
 
 import opdrift
+from opdrift.boundaries import around_generated_code
 from opdrift.records import COMPILED, RAISED, CompiledGraph
 from opdrift.regions import Regions
 
@@ -211,6 +213,26 @@ def test_inductor_is_as_it_was_after_an_exception():
         scaling(2.0)(ONES)
         raise ValueError("of the program")
 
+    assert CompiledFxGraph.__call__ is before
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_recorders_that_end_in_any_order_leave_nothing_behind(order: tuple[int, ...]):
+    """Those that are still open are told of calls, and the graph is called once."""
+    from torch._inductor.output_code import CompiledFxGraph
+
+    before, told, calls = CompiledFxGraph.__call__, [], []
+    with pytest.MonkeyPatch.context() as patch:
+        plain = lambda graph, inputs: calls.append(inputs)  # noqa: E731
+        patch.setattr(CompiledFxGraph, "__call__", plain)
+        undo = [around_generated_code(lambda graph, inputs, n=n: told.append(n)) for n in range(3)]
+        for ended, number in enumerate(order, 1):
+            undo[number]()
+            told.clear()
+            CompiledFxGraph.__call__(CompiledFxGraph.__new__(CompiledFxGraph), [])
+            assert sorted(told) == sorted(order[ended:])
+        assert CompiledFxGraph.__call__ is plain
+    assert len(calls) == 3
     assert CompiledFxGraph.__call__ is before
 
 

@@ -122,6 +122,10 @@ def test_flags_that_are_seldom_looked_at_and_variables_are_told_at_the_end(
 def test_a_flag_that_cannot_be_read_any_more_is_told_and_stops_nothing(tmp_path: Path):
     """torch's old getters raise once the new precision API was used in a way that they cannot say."""
     x = torch.ones(4, 4)
+    torch.set_float32_matmul_precision(
+        "highest"
+    )  # other tests set it, and it has no way back to "none" ...
+    torch.backends.mkldnn.matmul.fp32_precision = "none"  # ... but this
 
     def run() -> None:
         for precision in ("none", "tf32"):

@@ -392,7 +392,8 @@ def test_a_copy_under_way_is_fingerprinted_at_its_first_use_thereafter(
 ):
     """Reading it before would fingerprint what was in the memory before."""
     monkeypatch.setattr(
-        "opdrift.mode.under_way", lambda use, target: InFlight(memory.Transfer(None), readable=True)
+        "opdrift.outcomes.under_way",
+        lambda use, target: InFlight(memory.Transfer(None), readable=True),
     )
 
     def run() -> None:
@@ -413,7 +414,8 @@ def test_a_copy_under_way_is_fingerprinted_at_its_first_use_thereafter(
 def test_an_integration_gets_no_digest_of_a_copy_under_way(tmp_path, monkeypatch, event):
     """It would be that of what was in the memory before, and a false alarm."""
     monkeypatch.setattr(
-        "opdrift.mode.under_way", lambda use, target: InFlight(memory.Transfer(None), readable=True)
+        "opdrift.outcomes.under_way",
+        lambda use, target: InFlight(memory.Transfer(None), readable=True),
     )
     digests = []
 

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from time import perf_counter_ns as now
@@ -50,6 +51,9 @@ _EXTERN: Final = re.compile(r"\bextern_kernels\.(\w+)\(|\btorch\.ops\.(\w+\.\w+)
 _KERNEL: Final = re.compile(r"^(\w+) = async_compile\.\w+\(", re.MULTILINE)
 #: So many kernels of a region are listed.
 _MAX_KERNELS: Final = 200
+
+#: Held while a recorder joins or leaves those that are told of each call.
+_CHAIN: Final = threading.Lock()
 
 #: Ends the record of a call: takes what it returned, or None if it raised.
 Ended = Callable[[Sequence[Any] | None], None]
@@ -272,10 +276,10 @@ def around_generated_code(
         CompiledFxGraph,
     )
 
-    call = CompiledFxGraph.__call__
     undone = False
 
     def watched(graph: CompiledFxGraph, inputs: Sequence[Any]) -> Any:
+        call = watched.inner  # type: ignore[attr-defined]
         ended = None if undone else begin(graph, inputs)
         if ended is None:
             return call(graph, inputs)
@@ -290,9 +294,20 @@ def around_generated_code(
     def undo() -> None:
         nonlocal undone
         undone = True
-        if CompiledFxGraph.__call__ is watched:  # else a recorder that began later calls this one
-            CompiledFxGraph.__call__ = call  # type: ignore[method-assign]
+        with _CHAIN:
+            inner = watched.inner  # type: ignore[attr-defined]
+            outer: Any = CompiledFxGraph.__call__
+            if outer is watched:
+                CompiledFxGraph.__call__ = inner  # type: ignore[method-assign]
+                return
+            # recorders of several threads end in any order: one that began later may call this one
+            while (deeper := getattr(outer, "inner", None)) not in (None, watched):
+                outer = deeper
+            if deeper is watched:
+                outer.inner = inner
 
     hide_from_dynamo(watched)
-    CompiledFxGraph.__call__ = watched  # type: ignore[method-assign,assignment]
+    with _CHAIN:
+        watched.inner = CompiledFxGraph.__call__  # type: ignore[attr-defined]
+        CompiledFxGraph.__call__ = watched  # type: ignore[method-assign,assignment]
     return undo
