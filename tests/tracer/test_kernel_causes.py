@@ -125,6 +125,29 @@ def test_equal_backends_are_not_spoken_of(tmp_path: Path) -> None:
     assert "changed the pick" not in words
 
 
+def test_narrower_values_are_the_cause_and_the_backend_follows(tmp_path: Path) -> None:
+    """No backend gives back the numbers that the call was not given."""
+
+    def run(size: int) -> Callable[[], object]:
+        return lambda: F.pad(F.scaled_dot_product_attention(Q, K, V[..., :size]), (0, 8 - size)) * 2
+
+    found = compared(tmp_path, run(8), run(4))
+
+    assert found.first is not None
+    assert found.first.cause.slug == "op-args"
+    assert said(found).endswith("and head size of value: 8 against 4")
+    assert any("right ran MATH because head sizes differ" in c.summary for c in found.causes)
+
+
+def test_equal_heads_are_no_setting_that_differs(tmp_path: Path) -> None:
+    """Another backend and another result, by a mask whose numbers differ."""
+    found = compared(tmp_path, attend(mask=BIAS[None]), attend(mask=BIAS * 2))
+
+    words = " ".join(w for c in found.causes for w in (c.summary, *c.evidence))
+    assert found.verdict == "diverged"
+    assert "head size of" not in words
+
+
 def test_the_fast_path_of_multihead_attention_is_told_with_torchs_words(tmp_path: Path) -> None:
     """With gradients the module computes by itself; torch says why, and the report quotes it."""
     torch.manual_seed(0)

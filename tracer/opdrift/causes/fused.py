@@ -8,6 +8,7 @@ from typing import Final
 
 from opdrift.case import Side
 from opdrift.causes.evidence import Evidence, cause, scope
+from opdrift.causes.picked import attention_calls
 from opdrift.records import Argument, Cause
 from opdrift.tokens import base
 
@@ -25,13 +26,15 @@ _ACTIVATIONS: Final = frozenset(
 _SOFTMAX: Final = frozenset(["_softmax", "_safe_softmax", "softmax"])
 #: Scales are computed in float64 and written as float32, or taken as a product of two roots.
 _SAME: Final = 1e-5
+#: On a GPU torch pads heads to a multiple of this before flash attention.
+_PADDED: Final = 8
 
 
 def fused_args(e: Evidence) -> Cause | None:
     """The runs take different paths, and a setting that both paths have differs."""
     if e.origin.story != "region" or not e.size.material or not e.ops_of(0) or not e.ops_of(1):
         return None
-    found = [*_shared_arguments(e), *_scales(e), *_activations(e)]
+    found = [*_shared_arguments(e), *_scales(e), *_head_sizes(e), *_activations(e)]
     if not found:
         return None
     op = e.op()
@@ -112,6 +115,21 @@ def _factors(side: Side, op: int) -> list[float]:
     if name in ("mul", "baddbmm"):
         return [float(number)]
     return [1.0 / number] if name in ("div", "true_divide") else []
+
+
+def _head_sizes(e: Evidence) -> list[str]:
+    """Head sizes of two calls of attention; heads that torch itself pads are the same."""
+    calls = attention_calls(e)
+    if calls.left is None or calls.right is None:
+        return []
+    on_cpu = calls.left.facts.device == calls.right.facts.device == "cpu"
+    unit = 1 if on_cpu else _PADDED
+    words = []
+    for name in ("query", "key", "value"):
+        left, right = (getattr(call.facts, name).shape[-1] for call in (calls.left, calls.right))
+        if -(-left // unit) != -(-right // unit):
+            words.append(f"head size of {name}: {left} against {right}")
+    return words
 
 
 def _activations(e: Evidence) -> list[str]:

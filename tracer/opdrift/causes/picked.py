@@ -52,6 +52,11 @@ def kernel_picks(e: Evidence) -> Sides[Pick | None]:
     return Sides(found[0], found[1])
 
 
+def attention_calls(e: Evidence) -> Sides[SdpaCall | None]:
+    """The facts of the call of SDPA that each side makes here, as one op or as torch's math path."""
+    return Sides(_here(e, 0)[1], _here(e, 1)[1])
+
+
 def choices(e: Evidence) -> Choices | None:
     """Both picks in words; None where one is not known, or they are the same."""
     (left, a), (right, b) = _here(e, 0), _here(e, 1)
