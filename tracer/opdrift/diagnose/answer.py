@@ -37,6 +37,7 @@ from opdrift.diagnose.surroundings import (
     unpaired_of,
     without_unused_seeds,
 )
+from opdrift.diagnose.unmatched import calls_without_counterpart
 from opdrift.errors import IncomparableTracesError
 from opdrift.flow import made_from
 from opdrift.modelsettings import settings_differences
@@ -142,6 +143,7 @@ def diagnose(
             *((reach.sentence,) if reach is not None else ()),
             *in_words(differing),
             *copies_of_one_run(unpaired),
+            *(() if case.by_sample else calls_without_counterpart(case, found.sinks)),
             *notes_of(case, found, samples=samples),
         ),
         samples=differing,

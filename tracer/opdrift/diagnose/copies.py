@@ -1,4 +1,4 @@
-"""Say where one run copies what the other only views, because of its sizes and of nothing that the program decides."""
+"""Say where one run copies what the other only views, because of its sizes or of another kernel's layout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def copies_of_one_run(unpaired: Sides[tuple[UnpairedGroup, ...]]) -> tuple[str, 
     """A sentence about ops that only one run has where they are `reshape` of a tensor that is contiguous in the other.
 
     Of one sample, or one token, a transposed tensor is contiguous, so that `reshape` returns a view of it; of several
-    it copies. That is so whatever the program decides, and the numbers are the same.
+    it copies. Kernels of attention lay out their results differently as well. The numbers are the same either way.
     """
     for viewing, copying in ((0, 1), (1, 0)):
         groups = (unpaired.left, unpaired.right)
@@ -28,7 +28,8 @@ def copies_of_one_run(unpaired: Sides[tuple[UnpairedGroup, ...]]) -> tuple[str, 
             places = sum(views[m] for m in modules)
             return (
                 f"{places} times the {_NAMES[viewing]} run views what the {_NAMES[copying]} one copies (view against clone and"
-                " _unsafe_view): of one sample or token a transposed tensor is contiguous; the numbers are the same",
+                " _unsafe_view): the tensor is contiguous in that run only, by its sizes (one sample, one token) or by the kernel"
+                " that made it; the numbers are the same",
             )
     return ()
 
