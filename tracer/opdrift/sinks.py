@@ -16,6 +16,7 @@ from opdrift.leaves import LeafTable, match_rows
 from opdrift.matches import alike, by_content, by_maker, made
 from opdrift.pairs import DIFFERENT, EQUAL, Compared
 from opdrift.records import Leaf, LeafKind
+from opdrift.regionresults import results_of_regions
 from opdrift.samples import SampleContents
 from opdrift.shards import differently_sharded
 from opdrift.tracefile.columns import Ints
@@ -31,7 +32,8 @@ class Sink:
     Attributes:
         name: As its leaf row says; "" for values without one.
         kind: `output`, `gradient`, `parameter`, `buffer`, `alive`, `more` for what one run kept of calls
-            that the other does not make, or `steering` for a tensor whose content went into the program.
+            that the other does not make, `compiled` for what a compiled function returned, or `steering` for a
+            tensor whose content went into the program.
         left: Left value id, None where the left run has no such result.
         right: Right value id.
         differs: Known to differ, or missing on one side.
@@ -47,15 +49,43 @@ class Sink:
 def find_sinks(compared: Compared, left: LeafTable, right: LeafTable) -> list[Sink]:
     """All results of two runs, matched."""
     found = _named(compared, left, right)
+    compiled = _compiled(compared, left, right, found)
+    found += compiled
     known = {(s.left, s.right) for s in found}
-    alive = _alive(compared, left, right, only_one=not found)
+    # what both held before and nothing wrote, such as gradients of an earlier step, is no result of the run
+    nothing = not any(_is_made(compared, s) for s in found)
+    alive = _alive(compared, left, right, only_one=nothing)
     found += [s for s in alive if (s.left, s.right) not in known]
     found += _written_since(compared, left, right, found)
     found += _more(compared, left, right, found)
     found += _steering(compared)
-    if not found:
-        found = _unread(compared)
+    if not any(_is_made(compared, s) for s in found):
+        found += _unread(compared)
     return found
+
+
+def _compiled(
+    compared: Compared, left: LeafTable, right: LeafTable, named: Sequence[Sink]
+) -> list[Sink]:
+    """What compiled functions returned."""
+    known = (
+        {s.left for s in named if s.left is not None},
+        {s.right for s in named if s.right is not None},
+    )
+    results = results_of_regions(compared, (left, right), known)
+    found = [_sink(compared, "compiled", "", a, b) for a, b in results.pairs]
+    for number, value in results.alone:
+        own: tuple[int | None, int | None] = (value, None) if number == 0 else (None, value)
+        found.append(Sink("", "compiled", own[0], own[1], differs=True))
+    return found
+
+
+def _is_made(compared: Compared, sink: Sink) -> bool:
+    """Whether a run made a result, or may have: what differs is not what both held before."""
+    return sink.differs or any(
+        value is not None and made(contents, value)[0] >= 0
+        for contents, value in ((compared.left, sink.left), (compared.right, sink.right))
+    )
 
 
 def sample_sinks(compared: Compared, left: LeafTable, right: LeafTable) -> list[Sink]:

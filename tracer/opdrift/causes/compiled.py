@@ -44,6 +44,8 @@ def _astray(e: Evidence) -> Cause | None:
     side = (e.case.left, e.case.right)[gap.number]
     random = _drawn(e, gap)
     same = "equal bit for bit" if gap.before == 0 else f"at most {number(gap.before)} apart"
+    if not gap.known:
+        same += ", as far as the other run has them"
     sizes = f"its results are {number(gap.after)} apart, rounding explains {number(gap.limit)}"
     if gap.nonfinite:
         sizes = "its results have other NaN or infinite elements"
@@ -60,7 +62,7 @@ def _astray(e: Evidence) -> Cause | None:
     last = _last_agreeing(e.case, side, gap)
     return cause(
         "compile",
-        "likely",
+        "likely" if gap.known else "possible",
         f"{what} ({_lines(gap.call)}), compiled by inductor, returns something else in the {SIDES[gap.number]} run",
         [*evidence, *last, *recompiled(e.case)],
         _STAGES + (_PRECISION if "float16" in "".join(filter(None, _types(e))) else "") + ".",
@@ -272,10 +274,25 @@ def ran_compiled(e: Evidence) -> Iterator[str]:
             # gradients that are zero but for rounding have nothing in common
             ahead = [g.after for g in own if g.call.graph.direction != "backward"]
             agree = max(ahead or [g.after for g in own], default=None)
-            size = "" if agree is None else f"; its results agree to {number(agree)}"
+            size = f"; its results agree to {number(agree)}" if agree is not None else ""
+            if each in uncompared(e, number_):
+                size = "; its results were not compared: the other run has none of their kind"
             yield f"{name}: {in_words(each)}{size}"
         if len(functions) > _TOLD:
             yield f"{name}: and {len(functions) - _TOLD} more functions ran compiled"
+
+
+def uncompared(e: Evidence, number_: int) -> list[CompiledFunction]:
+    """Functions of a run whose generated code returned nothing that could be held against the other run."""
+    found = e.shared.once(gaps)
+    partner = (e.case.pairing.right_of, e.case.pairing.left_of)[number_]
+    return [
+        each
+        for each in (e.case.left, e.case.right)[number_].regions.functions
+        if each.calls
+        and not any(g.number == number_ and _of(g, each) for g in found)
+        and all(partner[call.op] < 0 for call in each.calls)
+    ]
 
 
 def kernel_name(name: str) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Final
 
 from opdrift.case import Side
-from opdrift.causes.compiled import compiled_side, ran_compiled
-from opdrift.causes.evidence import Evidence, cause, op_names, scope, some
+from opdrift.causes.compiled import compiled_side, ran_compiled, uncompared
+from opdrift.causes.evidence import SIDES, Evidence, cause, op_names, scope, some
 from opdrift.causes.likeness import likeness
 from opdrift.causes.nondeterministic import NONDETERMINISTIC, SPARSE
 from opdrift.causes.picked import (
@@ -29,6 +29,11 @@ from opdrift.tokens import base
 _SAME_CODE: Final = (
     "Nothing is wrong. For equal bits run both sides eager, or both compiled by the same backend: set"
     " TORCH_COMPILE_DISABLE=1 on the compiled side, or torch.compile(backend='aot_eager') to keep eager kernels."
+)
+
+_NOT_COMPARED: Final = (
+    "Compare what the compiled function returned yourself, or let a module return it, or keep it until the end of the"
+    " recording, in both runs: then it is compared."
 )
 
 
@@ -116,6 +121,14 @@ def rounding(e: Evidence) -> Cause | None:
     why = f": {ran.sentence}" if ran is not None else ""
     if compiled is not None:
         why = f": the {compiled} run is compiled, the other is eager"
+        if uncompared(e, SIDES.index(compiled)):
+            return cause(
+                "rounding",
+                "possible",
+                f"{where} gives the same result up to rounding{why}, and not all that it returned was compared",
+                evidence,
+                _NOT_COMPARED,
+            )
     return cause(
         "rounding",
         "certain" if certain else "likely",

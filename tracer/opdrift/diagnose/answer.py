@@ -328,7 +328,7 @@ def _finals(case: Case, found: Found, judged: Sequence[Judged]) -> list[float | 
 
 def _results(case: Case, found: Found) -> list[tuple[int, float]]:
     """Left values of results that differ, and by how much; other than outputs only where no output does."""
-    for kinds in (("output",), ("gradient", "parameter", "alive", "unread")):
+    for kinds in (("output", "compiled"), ("gradient", "parameter", "alive", "unread")):
         sized = [
             (s.left, gap.relative)
             for s in found.sinks

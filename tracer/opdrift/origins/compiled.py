@@ -52,7 +52,8 @@ class Gap:
     Attributes:
         number: The run of the call: 0 for left, 1 for right.
         call: The call.
-        before: The largest relative difference among its inputs: 0 if all are equal bit for bit.
+        before: The largest relative difference among its inputs that have a counterpart: 0 if all are equal bit for bit.
+        known: All of them have one.
         after: The largest among its results that have a counterpart, small ones held against the larger ones.
         limit: The largest that rounding explains there.
         values: That result, and what the other run has for it.
@@ -64,6 +65,7 @@ class Gap:
     number: int
     call: RegionCall
     before: float
+    known: bool
     after: float
     limit: float
     values: Sides[int]
@@ -140,7 +142,7 @@ def _origin(case: Case, gap: Gap) -> Origin:
         slot=None,
         order=order,
         region=Sides(mine, theirs) if other is None else Sides((), ()),
-        inputs_match=gap.before == 0,
+        inputs_match=False if gap.before else gap.known or None,
         on_right=gap.number == 1,
     )
 
@@ -205,9 +207,7 @@ class _Boundary:
                     self._theirs.setdefault(int(mine[k]), int(theirs[k]))
 
     def _gap(self, call: RegionCall) -> Gap | None:
-        before = self._before(call)
-        if before is None:
-            return None
+        before, known = self._before(call)
         results = list(dict.fromkeys(self._side.trace.ops.outputs[call.op].tolist()))
         floor = self._floor(results)
         measured = [
@@ -217,7 +217,7 @@ class _Boundary:
             and (gap := self._measured(value, self._theirs[value], floor)) is not None
         ]
         found = [
-            self._one(call, before, value, size, nonfinite=nonfinite)
+            replace(self._one(call, before, value, size, nonfinite=nonfinite), known=known)
             for nonfinite, size, value in sorted(measured, reverse=True)[:_RESULTS]
         ]
         return max(found, key=lambda g: (g.nonfinite, g.after / max(g.limit, TINY)), default=None)
@@ -231,6 +231,7 @@ class _Boundary:
             number=self._number,
             call=call,
             before=before,
+            known=True,
             after=size,
             limit=self._limit(call, others, theirs, before),
             values=Sides(*((value, theirs)[:: -1 if self._number else 1])),
@@ -257,10 +258,13 @@ class _Boundary:
         compiled = all(op in regions.at for op in others)
         return (mine and not other) or (compiled and other and not mine)
 
-    def _before(self, call: RegionCall) -> float | None:
-        """The largest difference among what a call is given; None where that is not known."""
+    def _before(self, call: RegionCall) -> tuple[float, bool]:
+        """The largest difference among what a call is given, and whether all of it could be compared.
+
+        What could not is made of what the walk back through the other run's ops ends at, so that these ops bound it.
+        """
         contents = self._side.contents
-        largest = 0.0
+        largest, known = 0.0, True
         given = list(dict.fromkeys(self._side.trace.ops.inputs[call.op].tolist()))
         floor = self._floor(given)
         for value in given:
@@ -275,12 +279,22 @@ class _Boundary:
             made_by = int(contents.maker[value])
             if made_by >= 0 and contents.tokens.factory[made_by]:
                 continue  # a constant, such as the gradient of a result that nobody used
+            if self._is_number(value):
+                continue
             # what one region leaves for another, as for the backward pass, differs as the rest of its results
             maker = self._after.get(made_by)
-            if maker is None:
-                return None
-            largest = max(largest, maker)
-        return largest
+            known = known and maker is not None
+            largest = max(largest, maker or 0.0)
+        return largest, known
+
+    def _is_number(self, value: int) -> bool:
+        """Whether it is a number of the program, which compiled code takes as a tensor and eager code as an argument."""
+        meta, rows = self._side.trace.meta(value), self._side.leaves.of(value)
+        return (
+            not meta.shape
+            and meta.dtype in ("float64", "int64")
+            and any(leaf.kind == "constant" and not leaf.name for leaf in rows)
+        )
 
     def _measured(self, mine: int, theirs: int, floor: float) -> tuple[float, bool] | None:
         """The difference of two values, relative to their norm or to a floor, and whether it is of NaN or infinities."""
