@@ -210,6 +210,8 @@ def structure(e: Evidence) -> Cause | None:
     if e.origin.story == "other-source":
         return _other_source(e)
     ops = e.ops_of(0) if e.origin.region.left else [], e.ops_of(1) if e.origin.region.right else []
+    if e.lacks_result and not any(ops):
+        return _returned_alone(e)
     trained = _trained_alone(e, ops)
     if trained is not None:
         return trained
@@ -275,6 +277,28 @@ def _trained_alone(e: Evidence, ops: tuple[list[int], list[int]]) -> Cause | Non
             else "",
         ],
         "Compare a training step with a training step, or what both runs compute forward: record the forward alone.",
+    )
+
+
+def _returned_alone(e: Evidence) -> Cause:
+    """One run has a result that the other also computed, and did not return or keep."""
+    n = 0 if e.origin.values.right is None else 1
+    name, side, op = e.sides[n]
+    other = e.sides[1 - n][0]
+    value = (e.origin.values.left, e.origin.values.right)[n]
+    assert value is not None
+    what = side.name(op) if op is not None else "no op"
+    return cause(
+        "structure",
+        "certain",
+        f"the {name} run has a result {side.trace.meta(value)} that the {other} run neither returned nor kept",
+        [
+            f"{name}: {what} made it",
+            *(f"{label}: {s.place(i)}" for label, s, i in e.sides if i is not None),
+            "neither run has an op that the other has not on the way to it",
+        ],
+        "Compare what both programs return and keep: an option such as need_weights or output_attentions, or a value"
+        " that is held until the recording ends.",
     )
 
 

@@ -18,6 +18,7 @@ from opdrift.origins import single
 from opdrift.origins.kinds import draws
 from opdrift.origins.model import Origin
 from opdrift.origins.regions import Region, representative
+from opdrift.origins.returned import returned_by_one
 from opdrift.origins.slots import SlotJudge
 from opdrift.records import ArgumentDifference, Leaf, Sides
 from opdrift.sinks import Sink, find_sinks, sample_sinks
@@ -331,6 +332,8 @@ def _everything(case: Case, sinks: list[Sink], *, in_extra_calls: bool = False) 
             own &= extra_calls(case.compared, number).of_op > 0
         found.append(tuple(np.flatnonzero(own).tolist()))
     left, right = found
+    if not left and not right and (alone := returned_by_one(case, sinks)) is not None:
+        return alone
     region = Region(Sides(left, right), Sides((), ()))
     for number in (0, 1):
         strayed = _strayed(case, number, (left, right)[number])
