@@ -114,12 +114,15 @@ def test_a_region_that_agrees_bit_for_bit_is_identical(diff):
     ("key", "told"), [("fkey", "the same generated code"), ("another", "another one in each run")]
 )
 def test_of_two_compiled_runs_the_region_that_differs_is_named(diff, key: str, told: str):
-    """Equal inputs, other results: no unknown kernel; what changed unseen may still be to blame."""
+    """Equal inputs, other results: no unknown kernel. Of the same code, what changed unseen may still be to blame."""
     found = diff((compiled(), compiled()), (compiled(), compiled(2.02, key=key)))
 
     assert seen(found) == ("diverged", REGION, 4, 4, "compile")
     assert told in evidence(found)
-    assert [cause.slug for cause in found.causes] == ["compile", "race"]
+    assert [cause.slug for cause in found.causes] == [
+        "compile",
+        *(["race"] if key == "fkey" else []),
+    ]
 
 
 def test_two_compiled_runs_that_round_otherwise_are_no_divergence(diff):
@@ -281,3 +284,62 @@ def test_a_region_in_the_same_type_as_eager_code_only_rounds(diff):
 
     assert diff((narrow,), (narrow_compiled(ROUNDED),)).verdict == "rounding"
     assert diff((narrow,), (unseen_product,)).verdict == "rounding"
+
+
+def in_other_order(factor: float = 2.0, *, key: str = "another") -> Step:
+    """The same code with a number among its arguments, and the others in another order."""
+    kernel = unseen(lambda h, by: torch.tanh(h) * by)
+    graph = Compiled(
+        lambda inputs: [kernel(inputs[2].mm(inputs[1]), inputs[0])], _fx_graph_cache_key=key
+    )
+    return lambda x, w: graph(torch.tensor(factor, dtype=torch.float64), w, x)
+
+
+def test_arguments_of_other_generated_code_are_told_by_name_and_content(diff):
+    """Not by their place: no weight is of another dtype, and none stands in another's."""
+    found = diff((compiled(),), (in_other_order(2.02),))
+
+    assert found.verdict == "diverged"
+    assert found.first is not None
+    assert found.first.cause.slug == "compile"
+    assert not {cause.slug for cause in found.causes} & {"dtype", "weights", "input"}
+
+
+def test_other_generated_code_with_other_arguments_may_be_identical(diff):
+    assert diff((compiled(),), (in_other_order(),)).verdict == "identical"
+
+
+def test_a_weight_that_differs_is_told_of_other_generated_code_too(tmp_path: Path):
+    model, x = Net(compiled()), torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), opdrift.record(tmp_path / "left", model=model):
+        model(x)
+    with torch.no_grad():
+        model.weight[0, 0] += 1
+    model.steps = (in_other_order(),)
+    with torch.no_grad(), opdrift.record(tmp_path / "right", model=model):
+        model(x)
+
+    found = opdrift.diff(tmp_path / "left", tmp_path / "right")
+
+    assert found.first is not None
+    assert (found.first.name, found.first.cause.slug) == ("weight", "weights")
+
+
+def rewriting(factor: float, key: str) -> Compiled:
+    """A generated kernel writes into what one product made and the next one reads."""
+
+    def code(inputs: list[Tensor]) -> list[Tensor]:
+        made = inputs[0].mm(inputs[1])
+        unseen(lambda h: h.mul_(factor))(made)
+        return [unseen(torch.tanh)(made.mm(inputs[1]))]
+
+    return Compiled(code, _fx_graph_cache_key=key)
+
+
+@pytest.mark.parametrize(("key", "slug"), [("another", "compile"), ("fkey", "race")])
+def test_what_other_generated_code_wrote_unseen_is_no_race(diff, key: str, slug: str):
+    """With the same code in both runs something else may have written it."""
+    found = diff((rewriting(2.0, "fkey"),), (rewriting(3.0, key),))
+
+    assert seen(found)[1:] == ("aten.mm.default", 2, 2, slug)
+    assert ("race" in {cause.slug for cause in found.causes}) is (slug == "race")

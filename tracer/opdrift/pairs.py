@@ -84,6 +84,9 @@ class Compared:
             | (a.slots[i] != b.slots[j])
             | (a.family[i] != b.family[j])
         )
+        found[_other_code(self)] = (
+            False  # the arguments of generated code are in no order of the program's
+        )
         return found
 
     @cached_property
@@ -248,11 +251,16 @@ class Compared:
         alike = (a.tokens.slots[i] == b.tokens.slots[j]) & (
             _lengths(a.trace.ops.inputs, i) == _lengths(b.trace.ops.inputs, j)
         )
+        other = _other_code(self)
+        alike[other] = False
         pair, position, left_at, right_at = _positional(
             np.flatnonzero(alike), a.trace.ops.inputs, b.trace.ops.inputs, i, j
         )
         extra = np.zeros(len(i), np.bool_)
-        named = [_by_name(self, row) for row in np.flatnonzero(~alike).tolist()]
+        named = [
+            _arguments_of_regions(self, row) if row in other else _by_name(self, row)
+            for row in np.flatnonzero(~alike).tolist()
+        ]
         if named:
             pair = np.concatenate([pair, *(n.pair for n in named)])
             position = np.concatenate([position, *(n.position for n in named)])
@@ -363,6 +371,62 @@ def _by_name(compared: Compared, row: int) -> _Named:
         positions + starts[0],
         np.array([m for _, m in found], np.int64) + starts[1],
         extra=len(found) < max(counts),
+    )
+
+
+def _other_code(compared: Compared) -> list[int]:
+    """Rows of calls of generated code that is another one in each run."""
+    a, b = compared.left.regions.at, compared.right.regions.at
+    found = []
+    for op, call in a.items():
+        row = int(compared.row_of_left[op])
+        other = None if row < 0 else b.get(int(compared.pairing.right[row]))
+        if other is not None and other.graph.key != call.graph.key:
+            found.append(row)
+    return found
+
+
+def _arguments_of_regions(compared: Compared, row: int) -> _Named:
+    """Arguments of two calls of other generated code: by the name of a leaf, then by content, then by form in order.
+
+    What only one of them takes, such as a number of the program, is no input of the other, and says nothing.
+    """
+    ops = int(compared.pairing.left[row]), int(compared.pairing.right[row])
+    sides = compared.left, compared.right
+    starts = [int(s.trace.ops.inputs.offsets[op]) for s, op in zip(sides, ops, strict=True)]
+    values = [s.trace.ops.inputs[op].tolist() for s, op in zip(sides, ops, strict=True)]
+    names = [
+        {leaf.value: leaf.name for leaf in reversed(s.trace.leaves) if leaf.name} for s in sides
+    ]
+    metas = [[s.trace.meta(v) for v in own] for s, own in zip(sides, values, strict=True)]
+    keys: tuple[list[list[object]], ...] = tuple(
+        [
+            [names[n].get(v) for v in values[n]],
+            [int(sides[n].by_lineage[v]) or None for v in values[n]],
+            [
+                None if v in names[n] else (tuple(m.shape), m.dtype)
+                for v, m in zip(values[n], metas[n], strict=True)
+            ],
+        ]
+        for n in (0, 1)
+    )
+    found: dict[int, int] = {}
+    for left, right in zip(*keys, strict=True):
+        taken = set(found.values())
+        places: dict[object, list[int]] = {}
+        for m, key in enumerate(right):
+            if key is not None and m not in taken:
+                places.setdefault(key, []).append(m)
+        for k, key in enumerate(left):
+            if k not in found and key is not None and places.get(key):
+                found[k] = places[key].pop(0)
+    positions = np.array(sorted(found), np.int64)
+    return _Named(
+        np.full(len(found), row, np.int64),
+        positions,
+        positions + starts[0],
+        np.array([found[k] for k in sorted(found)], np.int64) + starts[1],
+        extra=False,
     )
 
 

@@ -10,7 +10,7 @@ from opdrift.causes.evidence import SIDES, Evidence, cause, counted, some, tally
 from opdrift.compare import number
 from opdrift.origins.compiled import Gap, gap_of, gaps
 from opdrift.origins.kinds import draws
-from opdrift.records import COMPILED, Cause
+from opdrift.records import COMPILED, Cause, Sides
 from opdrift.regions import Compilation, CompiledFunction, RegionCall
 from opdrift.sizes import measure
 from opdrift.tokens import base
@@ -22,6 +22,7 @@ _STAGES: Final = (
 )
 _PRECISION: Final = "; torch._inductor.config.emulate_precision_casts = True rounds in 16 bits where eager code does"
 _RANDOM: Final = "Set torch._inductor.config.fallback_random = True to draw as eager code does, or pass the random numbers in."
+_OTHER_KEYS: Final = "the generated code is another one in each run, by inductor's cache key"
 #: Characters of a generated kernel's name that are shown.
 _NAME: Final = 56
 #: Functions, and compilations, that are told one by one.
@@ -33,7 +34,7 @@ def compile_(e: Evidence) -> Cause | None:
     gap = region_gap(e)
     if gap is not None and gap.narrowed:
         return None
-    return _astray(e) or _written(e) or _compiled_on_one_side(e)
+    return _astray(e) or _written(e) or _other_code_before(e) or _compiled_on_one_side(e)
 
 
 def _astray(e: Evidence) -> Cause | None:
@@ -100,11 +101,7 @@ def _both(e: Evidence, gap: Gap) -> Iterator[str]:
             yield f"{name}: {_described(call)}"
     if calls[0] is not None and calls[1] is not None:
         same = calls[0].graph.key == calls[1].graph.key
-        yield (
-            "both ran the same generated code, by inductor's cache key"
-            if same
-            else "the generated code is another one in each run, by inductor's cache key"
-        )
+        yield ("both ran the same generated code, by inductor's cache key" if same else _OTHER_KEYS)
     elif gap.others:
         kinds = [f"{n} x{k}" if k > 1 else n for n, k in tally(_short(theirs, gap.others))]
         yield f"{SIDES[1 - gap.number]}: {counted(len(gap.others), 'op')} instead: {some(kinds, 6)}"
@@ -190,6 +187,68 @@ def _written(e: Evidence) -> Cause | None:
         "Run this part eager in both runs (an optimizer's step without torch.compile); if the runs then agree, compare"
         " backend='aot_eager' and 'inductor'.",
     )
+
+
+def other_code(e: Evidence) -> Sides[RegionCall] | None:
+    """The calls of generated code that a pair of ops stands for, or ran inside of, if that is another code in each run."""
+    op = e.origin.op
+    if op.left is None or op.right is None:
+        return None
+    found = [
+        regions.at.get(each) or regions.around.get(each)
+        for regions, each in ((e.case.left.regions, op.left), (e.case.right.regions, op.right))
+    ]
+    left, right = found
+    if left is None or right is None or left.graph.key == right.graph.key:
+        return None
+    return Sides(left, right)
+
+
+def _other_code_before(e: Evidence) -> Cause | None:
+    """An op inside of a region makes something else of memory that generated kernels wrote since it was last read."""
+    calls, op = other_code(e), e.origin.op
+    if calls is None or e.origin.story != "op" or e.origin.settings or not e.size.material:
+        return None
+    left, right = e.case.left, e.case.right
+    assert op.left is not None
+    assert op.right is not None
+    if op.left not in calls.left.inside or op.right not in calls.right.inside:
+        return None
+    written = (left, op.left), (right, op.right)
+    if not all(
+        any(
+            not side.leaves.of(int(v)) or _is_generated(side, int(v))
+            for v in side.trace.ops.inputs[i]
+        )
+        for side, i in written
+    ):
+        return None
+    what = called(calls.right)
+    ahead = [
+        each for each in calls.left.inside if each < op.left and not left.contents.tokens.view[each]
+    ]
+    before = f"between {left.place(ahead[-1])} and" if ahead else "before"
+    return cause(
+        "compile",
+        "likely",
+        f"the code that torch.compile generated for {what} ({_lines(calls.right)}) is another one in each run, and what it"
+        f" wrote ahead of {right.name(op.right)} differs",
+        [
+            f"it differs {before} {left.place(op.left)}: generated kernels write into memory that this op reads, unseen",
+            *(
+                f"{name}: {_described(call)}"
+                for name, call in zip(SIDES, (calls.left, calls.right), strict=True)
+            ),
+            _OTHER_KEYS,
+            *recompiled(e.case),
+        ],
+        "Look for what the compiled function depends on beside its inputs: a setting of the model or of inductor that was"
+        " another one when it was compiled. " + _STAGES + ".",
+    )
+
+
+def _is_generated(side: Side, value: int) -> bool:
+    return any(leaf.when == "generated" for leaf in side.leaves.of(value))
 
 
 def _writer(side: Side, value: int) -> RegionCall | None:

@@ -10,6 +10,7 @@ import numpy as np
 
 from opdrift import components
 from opdrift.case import Side
+from opdrift.causes.compiled import other_code
 from opdrift.causes.evidence import Evidence, cause, scope
 from opdrift.causes.picked import other_calls
 from opdrift.compare import number
@@ -106,6 +107,8 @@ def _fits(e: Evidence) -> bool:
         return False
     if gap.relative < _FAR * max(limit, _FAR_LEAST):
         return False
+    if other_code(e) is not None:
+        return False  # generated kernels write unseen, and those of the runs are not the same
     if any(d.name in _OTHER_MACHINE for d in e.shared.environment) or other_calls(e):
         return False
     for side, index in ((e.case.left, op.left), (e.case.right, op.right)):
