@@ -148,6 +148,41 @@ def test_equal_heads_are_no_setting_that_differs(tmp_path: Path) -> None:
     assert "head size of" not in words
 
 
+def test_attention_in_a_wider_type_names_the_casts_and_not_the_batch(tmp_path: Path) -> None:
+    """It agrees up to rounding, and equal bits need equal types."""
+
+    def wide() -> Tensor:
+        doubles = [t.double() for t in (Q, K, V)]
+        return F.scaled_dot_product_attention(*doubles).float() * 2
+
+    found = compared(tmp_path, lambda: F.scaled_dot_product_attention(Q, K, V) * 2, wide)
+
+    assert found.verdict == "rounding"
+    assert found.first is not None
+    assert said(found).endswith(": the right run computes it in float64")
+    assert "cast to float64 in both runs, or in neither" in found.first.cause.try_
+    assert any("right: cast by " in each for each in found.first.cause.evidence)
+
+
+def test_types_are_not_spoken_of_where_both_runs_compute_in_one(tmp_path: Path) -> None:
+    """Another backend, with float64 on both sides."""
+    q, k, v = Q.double(), K.double(), V.double()
+
+    def run(backend: SDPBackend) -> Callable[[], object]:
+        def inner() -> None:
+            with torch.no_grad(), sdpa_kernel(backend):
+                F.scaled_dot_product_attention(q.float().double(), k, v) * 2
+
+        return inner
+
+    found = compared(tmp_path, run(SDPBackend.FLASH_ATTENTION), run(SDPBackend.MATH))
+
+    assert found.verdict == "rounding"
+    assert found.first is not None
+    assert "computes it in" not in said(found)
+    assert "in both runs, or in neither" not in found.first.cause.try_
+
+
 def test_the_fast_path_of_multihead_attention_is_told_with_torchs_words(tmp_path: Path) -> None:
     """With gradients the module computes by itself; torch says why, and the report quotes it."""
     torch.manual_seed(0)

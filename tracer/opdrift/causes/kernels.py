@@ -11,6 +11,7 @@ from opdrift.causes.likeness import likeness
 from opdrift.causes.nondeterministic import NONDETERMINISTIC, SPARSE
 from opdrift.causes.picked import (
     FUSED,
+    Choices,
     calls_seen,
     choices,
     for_equal_bits,
@@ -20,6 +21,7 @@ from opdrift.causes.picked import (
     told,
 )
 from opdrift.causes.pins import FAST_PATH, PADDED
+from opdrift.causes.precision import cast_on_one_side, casts_at
 from opdrift.compare import number
 from opdrift.origins.kinds import draws
 from opdrift.records import Cause
@@ -99,6 +101,9 @@ def rounding(e: Evidence) -> Cause | None:
             f"{compiled}: torch.compile made the code around this op: it fuses what stands between products into loops of"
             " its own, which opdrift does not see, and which round and add in another order"
         )
+    cast = cast_on_one_side(e) if compiled is None else None
+    if cast is not None:
+        evidence += casts_at(e, cast[0])
     evidence.append(other_sizes(e))
     evidence.append(_other_threads(e))
     evidence += _regions(e)
@@ -129,19 +134,29 @@ def rounding(e: Evidence) -> Cause | None:
                 evidence,
                 _NOT_COMPARED,
             )
+    if cast is not None:
+        why = f": the {SIDES[cast[0]]} run computes it in {cast[1]}" + why.replace(":", ";", 1)
     return cause(
         "rounding",
         "certain" if certain else "likely",
         f"{where} gives the same result up to rounding{why}",
         evidence,
-        _SAME_CODE
-        if compiled is not None
-        else f"Nothing is wrong. {ran.pin}; then the bits can be compared."
-        if ran is not None
-        else f"Nothing is wrong. {alike}."
-        if (alike := for_equal_bits(e))
-        else "Nothing is wrong. For equal bits use the same kernel on both sides: the same batch size, threads"
-        " (torch.set_num_threads), attention backend (sdpa_kernel) and library versions.",
+        _SAME_CODE if compiled is not None else _for_equal_bits(e, ran, cast),
+    )
+
+
+def _for_equal_bits(e: Evidence, ran: Choices | None, cast: tuple[int, str] | None) -> str:
+    """What makes the bits equal, where nothing is wrong."""
+    if cast is not None:
+        return f"Nothing is wrong. For equal bits compute in one type: cast to {cast[1]} in both runs, or in neither."
+    if ran is not None:
+        return f"Nothing is wrong. {ran.pin}; then the bits can be compared."
+    alike = for_equal_bits(e)
+    if alike:
+        return f"Nothing is wrong. {alike}."
+    return (
+        "Nothing is wrong. For equal bits use the same kernel on both sides: the same batch size, threads"
+        " (torch.set_num_threads), attention backend (sdpa_kernel) and library versions."
     )
 
 

@@ -16,6 +16,11 @@ from opdrift.sizes import NARROW
 from opdrift.tokens import base
 
 _LARGEST: Final = {"float16": 65504.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+#: Ops that cast.
+_CASTS: Final = frozenset(["_to_copy", "to"])
+#: Casts of a side that are quoted.
+_TOLD: Final = 4
+_FRACTIONS: Final = ("float", "bfloat", "complex")
 
 
 def dtype(e: Evidence) -> Cause | None:
@@ -79,13 +84,10 @@ def _dtype_op(e: Evidence) -> Cause | None:
     ):
         return None
     evidence = []
-    for number_, (name, side, _) in enumerate(e.sides):
-        casts = [op for op in e.ops_of(number_) if base(side.name(op)) in ("_to_copy", "to")]
+    for number_, (name, _, _) in enumerate(e.sides):
         if narrow[number_]:
             evidence.append(f"{name}: computes in {', '.join(narrow[number_])} here")
-        evidence += [
-            f"{name}: cast by {side.place(op)} to {_result_type(side, op)}" for op in casts[:4]
-        ]
+        evidence += casts_at(e, number_)
     evidence += [f"{s.name}: {s.left} against {s.right}" for s in wanted]
     evidence += [
         f"{d.name}: {d.left} against {d.right}"
@@ -117,6 +119,29 @@ def _dtype_op(e: Evidence) -> Cause | None:
         "Use one dtype in both runs: look for casts around this module, for autocast on one side only, and for layers"
         " left out of model.to(dtype).",
     )
+
+
+def casts_at(e: Evidence, number: int) -> list[str]:
+    """The first casts of one side here, in words."""
+    name, side, _ = e.sides[number]
+    casts = [op for op in e.ops_of(number) if base(side.name(op)) in _CASTS]
+    return [f"{name}: cast by {side.place(op)} to {_result_type(side, op)}" for op in casts[:_TOLD]]
+
+
+def cast_on_one_side(e: Evidence) -> tuple[int, str] | None:
+    """Which side, 0 or 1, casts here to a type of fractions that the other does not compute in, and the type.
+
+    None where neither does, or both.
+    """
+    if e.origin.story != "region":
+        return None
+    ops = e.ops_of(0), e.ops_of(1)
+    found = []
+    for n, (_, side, _) in enumerate(e.sides):
+        casts = {_result_type(side, op) for op in ops[n] if base(side.name(op)) in _CASTS}
+        others = casts - _types(e.sides[1 - n][1], ops[1 - n])
+        found += [(n, each) for each in sorted(others) if each.startswith(_FRACTIONS)]
+    return found[0] if found and len({n for n, _ in found}) == 1 else None
 
 
 def _types(side: Side, ops: list[int]) -> set[str]:
