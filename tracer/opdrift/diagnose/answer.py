@@ -23,7 +23,7 @@ from opdrift.diagnose.batches import (
 )
 from opdrift.diagnose.copies import copies_of_one_run
 from opdrift.diagnose.divergences import divergence
-from opdrift.diagnose.grouping import by_setting, grouped_leaves
+from opdrift.diagnose.grouping import by_setting, grouped_leaves, without_types_that_follow
 from opdrift.diagnose.growth import growth_of
 from opdrift.diagnose.judged import Judged
 from opdrift.diagnose.one_sample import out_of_sight, rounding_at_results, with_effect
@@ -244,6 +244,7 @@ def _judge(
         origins = with_effect(case, found, origins, judge=judge, unexplained=unexplained)
     else:
         origins += islice(unexplained(origins), 1)
+    origins = without_types_that_follow(case, origins)
     return by_setting(case, origins, lambda j, ops: replace(j, origin=replace(j.origin, alike=ops)))
 
 

@@ -8,7 +8,8 @@ from typing import Protocol, TypeVar
 
 from opdrift.case import Case
 from opdrift.origins.model import Origin
-from opdrift.records import Cause
+from opdrift.records import Cause, Sides
+from opdrift.sizes import Size
 from opdrift.tokens import family
 
 
@@ -18,6 +19,11 @@ class HasCauses(Protocol):
     @property
     def origin(self) -> Origin:
         """The origin."""
+        ...
+
+    @property
+    def size(self) -> Size:
+        """How large it is."""
         ...
 
     @property
@@ -80,6 +86,42 @@ def by_setting(
         else:
             others[at].append(_in_words(case, each.origin))
     return [alike(each, tuple(others[i])) if i in others else each for i, each in enumerate(found)]
+
+
+def without_types_that_follow(case: Case, judged: Iterable[J]) -> list[J]:
+    """Leave out equal numbers that are made in another type because leaves are of that type.
+
+    A program asks a tensor for its type when it makes a constant to go with it.
+
+    Args:
+        case: The comparison.
+        judged: Origins in order, leaves first.
+    """
+    found: list[J] = []
+    of_leaves: set[tuple[str | None, str | None]] = set()
+    for each in judged:
+        origin, gap = each.origin, each.size.difference
+        types = _types(case, origin.values)
+        if origin.kind == "leaf" and each.causes[0].slug == "dtype":
+            of_leaves.add(types)
+        follows = (
+            origin.kind == "op"
+            and types in of_leaves
+            and {(s.name, s.left, s.right) for s in origin.settings} == {("dtype", *types)}
+            and gap is not None
+            and gap.relative == 0
+        )
+        if not follows:
+            found.append(each)
+    return found
+
+
+def _types(case: Case, values: Sides[int | None]) -> tuple[str | None, str | None]:
+    left, right = values.left, values.right
+    return (
+        None if left is None else case.left.trace.meta(left).dtype,
+        None if right is None else case.right.trace.meta(right).dtype,
+    )
 
 
 def _setting_keys(case: Case, judged: HasCauses) -> list[Hashable]:
