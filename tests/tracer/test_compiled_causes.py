@@ -343,3 +343,34 @@ def test_what_other_generated_code_wrote_unseen_is_no_race(diff, key: str, slug:
 
     assert seen(found)[1:] == ("aten.mm.default", 2, 2, slug)
     assert ("race" in {cause.slug for cause in found.causes}) is (slug == "race")
+
+
+def test_rounding_of_other_generated_code_is_no_more_than_possible(diff):
+    """Its kernels are not seen, and their bounds are wide: small faults hide in them."""
+    found = diff((compiled(),), (compiled(ROUNDED, key="another"),))
+
+    assert found.verdict == "rounding"
+    assert found.first is not None
+    assert found.first.cause.confidence == "possible"
+    assert "the generated code is another one in each run" in evidence(found)
+    assert "Nothing is wrong" not in found.first.cause.try_
+
+
+def test_rounding_of_the_same_generated_code_is_not_doubted(diff):
+    found = diff((compiled(),), (compiled(ROUNDED),))
+
+    assert found.first is not None
+    assert found.first.cause.confidence != "possible"
+
+
+@pytest.mark.parametrize(("error", "doubted"), [(2e-7, False), (2.5e-6, True)])
+def test_compiled_results_further_apart_than_rounding_usually_gets_are_doubted(
+    diff, error: float, doubted: bool
+):
+    """Within the bounds of kernels that are not seen, so that it is no divergence."""
+    found = diff((eager,), (compiled(2.0 * (1 + error)),))
+
+    assert found.verdict == "rounding"
+    assert found.first is not None
+    assert (found.first.cause.confidence == "possible") is doubted
+    assert ("usually grows to" in evidence(found)) is doubted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Final
 
 from opdrift.case import Case, Side
@@ -23,6 +24,15 @@ _STAGES: Final = (
 _PRECISION: Final = "; torch._inductor.config.emulate_precision_casts = True rounds in 16 bits where eager code does"
 _RANDOM: Final = "Set torch._inductor.config.fallback_random = True to draw as eager code does, or pass the random numbers in."
 _OTHER_KEYS: Final = "the generated code is another one in each run, by inductor's cache key"
+_OTHER_CODE: Final = (
+    "Look whether a setting of the model (an activation, an epsilon) was another one when this code was compiled. "
+    + _STAGES
+    + "."
+)
+_NOT_COMPARED: Final = (
+    "Compare what the compiled function returned yourself, or let a module return it, or keep it until the end of the"
+    " recording, in both runs: then it is compared."
+)
 #: Characters of a generated kernel's name that are shown.
 _NAME: Final = 56
 #: Functions, and compilations, that are told one by one.
@@ -352,6 +362,37 @@ def uncompared(e: Evidence, number_: int) -> list[CompiledFunction]:
         and not any(g.number == number_ and _of(g, each) for g in found)
         and all(partner[call.op] < 0 for call in each.calls)
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """Why a difference that rounding explains may still come of other code, and what to do about it."""
+
+    why: str
+    evidence: tuple[str, ...]
+    remedy: str
+
+
+def doubt(e: Evidence) -> Doubt | None:
+    """What speaks against mere rounding where code is compiled: bounds of what is not seen are wide."""
+    if other_code(e) is not None:
+        return Doubt("the generated code is another one", (_OTHER_KEYS,), _OTHER_CODE)
+    name = compiled_side(e)
+    if name is None:
+        return None
+    if uncompared(e, SIDES.index(name)):
+        return Doubt("not all that compiled code returned was compared", (), _NOT_COMPARED)
+    found = e.shared.once(gaps)
+    ahead = [g for g in found if g.call.graph.direction != "backward"] or found
+    large = [g for g in ahead if g.after > g.usual]
+    if not large:
+        return None
+    worst = max(large, key=lambda g: g.after / g.usual)
+    line = (
+        f"what {called(worst.call)} returns is {number(worst.after)} apart; rounding can explain {number(worst.limit)} there,"
+        f" and usually grows to {number(worst.usual)}"
+    )
+    return Doubt("its results are further apart than usual", (line,), _OTHER_CODE)
 
 
 def kernel_name(name: str) -> str:

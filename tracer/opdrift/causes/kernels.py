@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from opdrift.case import Side
-from opdrift.causes.compiled import compiled_side, ran_compiled, uncompared
+from opdrift.causes.compiled import compiled_side, doubt, ran_compiled
 from opdrift.causes.evidence import SIDES, Evidence, cause, op_names, scope, some
 from opdrift.causes.likeness import likeness
 from opdrift.causes.nondeterministic import NONDETERMINISTIC, SPARSE
@@ -31,11 +31,6 @@ from opdrift.tokens import base
 _SAME_CODE: Final = (
     "Nothing is wrong. For equal bits run both sides eager, or both compiled by the same backend: set"
     " TORCH_COMPILE_DISABLE=1 on the compiled side, or torch.compile(backend='aot_eager') to keep eager kernels."
-)
-
-_NOT_COMPARED: Final = (
-    "Compare what the compiled function returned yourself, or let a module return it, or keep it until the end of the"
-    " recording, in both runs: then it is compared."
 )
 
 
@@ -126,16 +121,17 @@ def rounding(e: Evidence) -> Cause | None:
     why = f": {ran.sentence}" if ran is not None else ""
     if compiled is not None:
         why = f": the {compiled} run is compiled, the other is eager"
-        if uncompared(e, SIDES.index(compiled)):
-            return cause(
-                "rounding",
-                "possible",
-                f"{where} gives the same result up to rounding{why}, and not all that it returned was compared",
-                evidence,
-                _NOT_COMPARED,
-            )
     if cast is not None:
         why = f": the {SIDES[cast[0]]} run computes it in {cast[1]}" + why.replace(":", ";", 1)
+    open_ = doubt(e)
+    if open_ is not None:
+        return cause(
+            "rounding",
+            "possible",
+            f"{where} gives the same result up to rounding{why}, as far as sizes tell: {open_.why}",
+            [*evidence, *open_.evidence],
+            open_.remedy,
+        )
     return cause(
         "rounding",
         "certain" if certain else "likely",

@@ -42,6 +42,12 @@ def reach_of(case: Case, final: float | None) -> Reach | None:
     depth = f"behind {passed} in {words}"
     if final <= explained:
         said = f"{number(final)} at the output {depth}: rounding explains up to {number(explained)}, so nothing else is needed"
+    elif case.left.regions.calls or case.right.regions.calls:
+        said = (
+            f"{number(final)} at the output {depth} is more than rounding usually grows to ({number(explained)}): each op that is"
+            " seen is within its bounds, but kernels of compiled code are not seen; they compute something else, or this model"
+            " amplifies"
+        )
     else:
         said = (
             f"{number(final)} at the output {depth} is more than rounding usually grows to ({number(explained)}), though"

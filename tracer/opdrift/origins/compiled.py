@@ -56,6 +56,7 @@ class Gap:
         known: All of them have one.
         after: The largest among its results that have a counterpart, small ones held against the larger ones.
         limit: The largest that rounding explains there.
+        usual: What rounding usually grows to there; the limit where that is not known.
         values: That result, and what the other run has for it.
         others: Ops of the other run that make it of what the region was given, in order.
         nonfinite: One run's result has other NaN or infinite elements.
@@ -68,6 +69,7 @@ class Gap:
     known: bool
     after: float
     limit: float
+    usual: float
     values: Sides[int]
     others: tuple[int, ...]
     nonfinite: bool
@@ -227,13 +229,15 @@ class _Boundary:
     ) -> Gap:
         theirs = self._theirs[value]
         others = self._others(call, theirs)
+        limit, usual = self._limit(call, others, theirs, before)
         return Gap(
             number=self._number,
             call=call,
             before=before,
             known=True,
             after=size,
-            limit=self._limit(call, others, theirs, before),
+            limit=limit,
+            usual=usual,
             values=Sides(*((value, theirs)[:: -1 if self._number else 1])),
             others=others,
             nonfinite=nonfinite,
@@ -345,8 +349,10 @@ class _Boundary:
                 stack += more
         return tuple(sorted(ops))
 
-    def _limit(self, call: RegionCall, others: Sequence[int], value: int, before: float) -> float:
-        """The largest difference that rounding explains of a result, given that of the inputs.
+    def _limit(
+        self, call: RegionCall, others: Sequence[int], value: int, before: float
+    ) -> tuple[float, float]:
+        """The largest difference that rounding explains of a result, given that of the inputs, and the usual one.
 
         The sum over the ops that the region stands for; behind several layers no more than rounding settles at, and
         than a multiple of that of all but the worst few and of the last: terms that cancel on the way to something
@@ -365,7 +371,8 @@ class _Boundary:
         unit = dtype_epsilon(self._other.trace.meta(value).dtype) / 2
         settled = grown(unit, -(-products // _PRODUCTS_A_LAYER))
         rounding = min(sum(bounds), max(settled, _WORST * worst))
-        return rounding + max((gain for _, gain in known), default=_GAIN) * before
+        grew = max((gain for _, gain in known), default=_GAIN) * before
+        return rounding + grew, (min(rounding, settled) if products else rounding) + grew
 
     def _bound(self, side: Side, op: int) -> tuple[float, float] | None:
         """What rounding explains at an op, and its gain; None for views and ops without a result."""
