@@ -125,6 +125,17 @@ class Pooled(nn.Module):
         return x, self.pool(x[:, self.place])
 
 
+class Marked(Turning):
+    """Looks at the first token, which may be padding, and adds so much of its number."""
+
+    def __init__(self, weight: float) -> None:
+        super().__init__(layers=1)
+        self.weight = weight
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        return super().forward(ids, mask) + ids[:, :1, None] * self.weight
+
+
 def compared(model: nn.Module, side: str, folder: Path, *, flipped: bool) -> opdrift.Diagnosis:
     """The sample alone against the same sample in the batch, or the other way round."""
     model.eval()
@@ -222,6 +233,20 @@ def test_a_position_taken_from_padding_is_told_by_its_own_facts(
     assert first.final_relative_difference > 0.01
     assert remedy in first.cause.try_
     assert f"pad on the {side}" not in first.cause.try_
+
+
+@flips
+@pytest.mark.parametrize(("weight", "verdict"), [(0.0, "rounding"), (0.5, "diverged")])
+def test_a_token_taken_from_padding_counts_by_what_becomes_of_it(
+    weight: float, verdict: str, flipped: bool, tmp_path: Path
+):
+    """Libraries look at the first position for packed sequences, and use it for nothing where there are none."""
+    torch.manual_seed(0)
+
+    found = compared(Marked(weight), "left", tmp_path, flipped=flipped)
+
+    assert found.verdict == verdict
+    assert ("padding" in {each.slug for each in found.causes}) is (verdict == "diverged")
 
 
 def test_an_argument_that_was_allowed_to_matter_little_is_still_named_beside_rounding(

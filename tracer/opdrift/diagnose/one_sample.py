@@ -59,7 +59,12 @@ def with_effect(
     for each in judged:
         counts = _counts_padding(each)
         effects = of_positions if counts else of_places
-        may_cancel = counts or _is_of_all(case, each) or _is_unsized(each)
+        may_cancel = (
+            counts
+            or _is_of_all(case, each)
+            or _is_unsized(each)
+            or _takes_padded_position(case, each)
+        )
         ended = effects.ends(each.origin) if may_cancel else None
         if ended is not None:
             ends.update(ended)
@@ -121,6 +126,14 @@ def _is_of_all(case: Case, judged: Judged) -> bool:
     """Whether an op computes whole numbers of all samples: where a row goes, not what is in it."""
     value = judged.origin.values.left
     if judged.origin.kind != "op" or value is None or judged.causes[0].slug != "batch-mixing":
+        return False
+    return case.left.trace.meta(value).dtype.startswith(_WHOLE_NUMBERS)
+
+
+def _takes_padded_position(case: Case, judged: Judged) -> bool:
+    """Whether an op takes whole numbers of padding: a position or a token, which the rest may leave out."""
+    value = judged.origin.values.left
+    if judged.origin.story != "padding" or value is None:
         return False
     return case.left.trace.meta(value).dtype.startswith(_WHOLE_NUMBERS)
 
