@@ -104,6 +104,21 @@ def autocast_is_on_in_one_run() -> Pair:
     return around(nullcontext, autocast(torch.bfloat16), mlp())
 
 
+@diverges(
+    "aten.addmm.default",
+    cause="dtype",
+    says=("cast by op", "autocast.cpu changed to True after op 0"),
+)
+def autocast_is_on_around_modules_that_return_other_types() -> Pair:
+    """What they return agrees as bfloat16 rounds, and is of two types: the first of them is the place."""
+    blocks = Of(
+        lambda m, x: x + m.down(m.up(x)).tanh(),
+        up=nn.Sequential(nn.Linear(8, 16), nn.Tanh()),
+        down=nn.Linear(16, 8),
+    )
+    return around(nullcontext, autocast(torch.bfloat16), blocks)
+
+
 @diverges("aten._to_copy.default", cause="dtype", origins=1)
 def autocast_casts_to_other_types() -> Pair:
     return around(autocast(torch.float16), autocast(torch.bfloat16), mlp())

@@ -99,6 +99,7 @@ def _dtype_op(e: Evidence) -> Cause | None:
     ):
         evidence.append(
             f"{name}: {', '.join(f'{k} changed to {v[1]}' for k, v in mark.fields.items() if k.startswith('autocast'))}"
+            f" after op {mark.seq}"
         )
     evidence += _overflows(e)
     one = (

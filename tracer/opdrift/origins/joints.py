@@ -26,7 +26,7 @@ class Joint:
     Attributes:
         value: Left and right value.
         op: The ops that made them.
-        explained: Whether rounding in the region up to there explains their difference.
+        explained: Whether they are of one type, and rounding in the region up to there explains their difference.
     """
 
     value: tuple[int, int]
@@ -112,7 +112,10 @@ def _joints(case: Case, origin: Origin) -> list[Joint]:
         if gap is None or not gap.comparable or gap.relative is None:
             continue
         limit = sum(_explained(case, origin, ops))
-        joints.append(Joint(values, ops, gap.relative <= limit and not gap.nonfinite_changed))
+        metas = case.left.trace.meta(values[0]), case.right.trace.meta(values[1])
+        close = gap.relative <= limit and not gap.nonfinite_changed
+        # runs that return other types go on in other types: they have not come together
+        joints.append(Joint(values, ops, close and metas[0].dtype == metas[1].dtype))
     return joints
 
 
