@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -156,6 +158,52 @@ def test_links_lead_somewhere(page: Path):
     targets = [target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", text)]
 
     assert [t for t in targets if t and "://" not in t and not (page.parent / t).exists()] == []
+
+
+@pytest.fixture(scope="module")
+def site_settings() -> ModuleType:
+    """docs/conf.py, as Sphinx runs it."""
+    pytest.importorskip("sphinx")
+    spec = importlib.util.spec_from_file_location("conf", DOCS / "conf.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("written", "fetches"),
+    [
+        ('<link rel="stylesheet" href="https://fonts.example/sans.css">', True),
+        ('<script async src="//cdn.example/math.js"></script>', True),
+        ("@font-face { src: url(http://fonts.example/sans.woff2) }", True),
+        ('<a href="https://github.com/pytorch/pytorch">torch</a>', False),
+        ('<img src="../_images/html-report.png">', False),
+    ],
+)
+def test_a_site_that_asks_other_hosts_for_something_is_refused(
+    site_settings: ModuleType, tmp_path: Path, written: str, fetches: bool
+):
+    """`make docs` fails where a page would not work offline; links that a reader clicks are fine."""
+    (tmp_path / "README.html").write_text(written)
+    app = SimpleNamespace(builder=SimpleNamespace(format="html"), outdir=tmp_path)
+
+    if fetches:
+        with pytest.raises(Exception, match=r"README\.html fetches .*example"):
+            site_settings._finish(app, None)
+    else:
+        site_settings._finish(app, None)
+        assert (tmp_path / "index.html").read_text() == written
+
+
+def test_a_new_page_is_a_guide_by_itself(site_settings: ModuleType):
+    """Whoever adds a page need not know the settings of the site."""
+    listed = {page for name in ("_REFERENCE", "_INTERNALS") for page in vars(site_settings)[name]}
+
+    assert {f"docs/{path.stem}" for path in DOCS.glob("*.md")} - listed == set(
+        site_settings._guides()
+    )
 
 
 def test_every_make_target_that_a_page_names_exists():

@@ -1,15 +1,17 @@
 """Every error that opdrift raises; messages say what happened, with the values, and what to do.
 
-OpdriftError
-  |- TraceExistsError         the path is taken, and overwrite was not asked for
-  |- TraceNotWritableError    the folder cannot be written
-  |- NotATraceError           the path holds no trace
-  |- TraceVersionError        the trace was written by a newer opdrift
-  |- DamagedTraceError        the trace's header or tables cannot be read at all
-  |- IncomparableTracesError  two traces that cannot be held against each other
-  |- CheckpointError          a checkpoint that cannot be read, or is of another model
-  |- RecorderStateError       a recorder used twice, or outside its `with`
-  |- InvalidOptionError       an argument outside its range
+    OpdriftError
+      |- TraceExistsError         the path is taken, and overwrite was not asked for
+      |- TraceNotWritableError    the folder cannot be written
+      |- NotATraceError           the path holds no trace
+      |- TraceVersionError        the trace was written by a newer opdrift
+      |- DamagedTraceError        the trace's header or tables cannot be read at all
+      |- IncomparableTracesError  two traces that cannot be held against each other
+      |- CheckpointError          a checkpoint that cannot be read, or is of another model
+      |- RecorderStateError       a recorder used twice, or outside its `with`
+      |- InvalidOptionError       an argument outside its range
+
+docs/messages.md says what to do about each.
 """
 
 from __future__ import annotations
