@@ -414,16 +414,15 @@ def test_a_bug_asks_for_a_report(traces, capsys, monkeypatch):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["run", "--help"], ["show", "--help"], ["env", "--help"], ["diff", "--help"]],
+    [["--help"], *([command, "--help"] for command in ("run", "show", "export", "env", "diff"))],
 )
 def test_help_of_every_command(arguments, capsys):
-    """Every command explains itself; what does not exist yet is not offered."""
+    """Every command explains itself."""
     with pytest.raises(SystemExit) as stop:
         opdrift(arguments)
     out, _ = said(capsys)
     assert stop.value.code == 0
     assert out.startswith("usage: opdrift")
-    assert "export" not in out
 
 
 # ---- opdrift show --------------------------------------------------------------------------------------

@@ -266,3 +266,11 @@ def test_the_test_that_contributing_shows_passes():
         text=True,
         check=True,
     )
+
+
+def test_the_exporter_of_the_page_works(tmp_path: Path):
+    """The class and its test, as docs/export.md shows them."""
+    text = section(DOCS / "export.md", "An exporter of your own")
+    program = "\n".join(re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, timeout=60)

@@ -40,7 +40,7 @@ LAYERS: tuple[tuple[int, str, str], ...] = (
         "causes checkpoints findings foreign gathers moves origins overwritten receivers sizes world",
     ),
     (5, READING, "diagnose"),
-    (6, READING, "render testing"),
+    (6, READING, "export render testing"),
     (7, READING, "__main__ commands"),
     (7, BOTH, "__init__"),
 )

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import opdrift
-from opdrift.commands import diff_trace, env, run, show
+from opdrift.commands import diff_trace, env, export, run, show
 
 ROOT = Path(__file__).parent.parent
 
@@ -21,8 +21,8 @@ ROOT = Path(__file__).parent.parent
 def test_public_names_are_sorted_and_whole():
     """Exactly these names are promised."""
     assert opdrift.__all__ == [
-        "Batch", "CheckpointError", "DamagedTraceError", "Diagnosis", "IncomparableTracesError", "InvalidOptionError", "NotATraceError",
-        "OpdriftError", "Recorder", "RecorderStateError", "Trace", "TraceExistsError", "TraceNotWritableError",
+        "Batch", "CheckpointError", "DamagedTraceError", "Diagnosis", "ExportError", "IncomparableTracesError", "InvalidOptionError",
+        "NotATraceError", "OpdriftError", "Recorder", "RecorderStateError", "Trace", "TraceExistsError", "TraceNotWritableError",
         "TraceVersionError", "__version__", "diff", "load", "record",
     ]  # fmt: skip
     assert opdrift.__all__ == sorted(opdrift.__all__)
@@ -84,6 +84,15 @@ def test_options_are_frozen(command, options):
     assert (
         sorted(name for action in parser._actions for name in action.option_strings)
         == options.split()
+    )
+
+
+def test_options_that_all_exports_share_are_frozen():
+    """What an exporter adds comes beside these; an option of the same name would fail at once."""
+    parser = argparse.ArgumentParser(add_help=False)
+    export._add_shared(parser)
+    assert sorted(name for action in parser._actions for name in action.option_strings) == (
+        ["--against", "--force", "--map", "--output", "--rank", "--scope", "--steps", "-o"]
     )
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from opdrift.errors import (
     CheckpointError,
     DamagedTraceError,
+    ExportError,
     IncomparableTracesError,
     InvalidOptionError,
     NotATraceError,
@@ -34,6 +35,7 @@ __all__ = [
     "CheckpointError",
     "DamagedTraceError",
     "Diagnosis",
+    "ExportError",
     "IncomparableTracesError",
     "InvalidOptionError",
     "NotATraceError",

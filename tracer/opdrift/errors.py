@@ -8,6 +8,7 @@
       |- DamagedTraceError        the trace's header or tables cannot be read at all
       |- IncomparableTracesError  two traces that cannot be held against each other
       |- CheckpointError          a checkpoint that cannot be read, or is of another model
+      |- ExportError              a trace could not be exported, or not all of it
       |- RecorderStateError       a recorder used twice, or outside its `with`
       |- InvalidOptionError       an argument outside its range
 
@@ -47,6 +48,10 @@ class IncomparableTracesError(OpdriftError):
 
 class CheckpointError(OpdriftError):
     """A checkpoint that cannot be read, or that is of another model than the trace."""
+
+
+class ExportError(OpdriftError):
+    """A trace was not exported, or not all of it: a library is missing, a file in the way, a receiver refused."""
 
 
 class RecorderStateError(OpdriftError):

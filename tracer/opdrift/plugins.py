@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, runtime_checkable
 
-INTEGRATIONS_GROUP = "opdrift.integrations"
-EXPORTERS_GROUP = "opdrift.exporters"
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
+    from importlib.metadata import EntryPoint
+    from pathlib import Path
+
+    import numpy as np
+    import numpy.typing as npt
+
+    from opdrift.records import Diagnosis
+    from opdrift.tracefile.columns import Ints
+    from opdrift.tracefile.reader import Trace
+
+INTEGRATIONS_GROUP: Final = "opdrift.integrations"
+EXPORTERS_GROUP: Final = "opdrift.exporters"
+
+#: What a comparison says of an op: a difference begins at it, or reached it; the other run has no such op.
+OpStatus = Literal["equal", "origin", "receiver", "unpaired", "unknown"]
+OP_STATUSES: Final[tuple[OpStatus, ...]] = ("equal", "origin", "receiver", "unpaired", "unknown")
 
 
 class Digest(Protocol):
@@ -91,13 +108,101 @@ class SeesCalls(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Comparison:
+    """What a comparison with another run says of one process of the exported run.
+
+    Attributes:
+        baseline: The same process of the other run, the left side.
+        diagnosis: The answer for this process; the exported run is its right side.
+        status: Per op, its place in `OP_STATUSES`.
+        counterpart: Per op, the index of the baseline's op that it is paired with; -1 if there is none.
+        first: Index of the op at which the runs come apart; None where that is in no op of this process.
+    """
+
+    baseline: Trace
+    diagnosis: Diagnosis
+    status: npt.NDArray[np.int8]
+    counterpart: Ints
+    first: int | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Process:
+    """One process (rank) of the run that is exported.
+
+    Attributes:
+        trace: What it recorded.
+        ops: Indices of the ops that were asked for, ascending.
+        whole: All ops were asked for.
+        comparison: What `--against` found; None without it.
+    """
+
+    trace: Trace
+    ops: Ints
+    whole: bool
+    comparison: Comparison | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Export:
+    """What an exporter is to do.
+
+    Attributes:
+        processes: One of a run that was not distributed. Each is read from disk when it is asked for, and
+            again when it is asked for again: go through them once, and hold one at a time.
+        options: Of the command line, those that `Exporter.add_arguments` declared among them.
+        output: Where to write, a file or a folder to make; nobody sees it before all is written. None if nothing
+            is to be written.
+        progress: To be called now and then with how much of how much is done.
+        warn: Tells the user something in one sentence.
+    """
+
+    processes: Sequence[Process]
+    options: Namespace
+    output: Path | None
+    progress: Callable[[int, int], None]
+    warn: Callable[[str], None]
+
+
 class Exporter(Protocol):
-    """Turns a trace into another format."""
+    """Turns a trace into another format: `opdrift export NAME TRACE`.
 
-    name: str
+    The docstring of its class is its help, the first line its summary. The class is loaded to list it, so its
+    module imports no library but in `export`.
+    """
 
-    def export(self, trace: Any, output: str | None, options: Mapping[str, Any]) -> None:
-        """Write `trace` to `output`."""
+    #: What it writes, if it writes.
+    writes: Literal["file", "folder"]
+    #: Modules that must be importable, and the extra of opdrift that installs them ("" if none does).
+    requires: tuple[str, ...]
+    extra: str
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        """Declare options of its own. Taken are TRACE, -o, --force, --rank, --scope, --steps, --against, --map."""
+
+    def suffix(self, options: Namespace) -> str | None:
+        """The suffix of what is written if no -o says where, such as ".json"; None to write nothing.
+
+        A folder holds files of this suffix only.
+
+        Raises:
+            OpdriftError: The options do not fit together.
+        """
+        ...
+
+    def export(self, export: Export) -> str:
+        """Write or send it; return a sentence that says what.
+
+        Raises:
+            ExportError: Something was not taken: nothing may be left out in silence.
+        """
+        ...
+
+
+def installed_exporters() -> dict[str, EntryPoint]:
+    """Name -> entry point of each installed exporter; nothing is imported yet."""
+    return {point.name: point for point in entry_points(group=EXPORTERS_GROUP)}
 
 
 def installed_integrations() -> dict[str, Any]:

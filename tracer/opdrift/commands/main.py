@@ -46,10 +46,16 @@ def opdrift(arguments: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(given: Sequence[str]) -> int:
-    from opdrift.commands import diff_trace, env, run, show
+    from opdrift.commands import diff_trace, env, export, run, show
 
     # `diff` is `diff-trace`, for where scripts are not on the PATH
-    commands: dict[str, Command] = {"diff": diff_trace, "run": run, "show": show, "env": env}
+    commands: dict[str, Command] = {
+        "diff": diff_trace,
+        "run": run,
+        "show": show,
+        "export": export,
+        "env": env,
+    }
     parser = argparse.ArgumentParser(
         "opdrift",
         description="Record every op of a PyTorch run, diff two runs, and learn which op diverged first and why.",
@@ -60,9 +66,9 @@ def _dispatch(given: Sequence[str]) -> int:
     )
     for name, command in commands.items():
         summary = (command.__doc__ or "").partition("\n")[0]
-        _configured(
-            parsers.add_parser(name, help=summary[0].lower() + summary[1:].rstrip(".")), command
-        )
+        below = parsers.add_parser(name, help=summary[0].lower() + summary[1:].rstrip("."))
+        if given[:1] == [name]:  # the options of the others are not looked for
+            _configured(below, command)
     # what follows the program's name belongs to the program, dashes and all; argparse cannot tell
     own, program = run.split(given) if given[:1] == ["run"] else (given, ())
     options = parser.parse_args(own)

@@ -51,6 +51,17 @@ def natural(text: str) -> int:
     return int(text)
 
 
+def span(text: str) -> tuple[int, int]:
+    """The ends of "2:5", both included; "3" is one alone."""
+    first, colon, last = text.partition(":")
+    last = last if colon else first
+    if not first.isdecimal() or not last.isdecimal() or int(first) > int(last):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not N or FIRST:LAST, two whole numbers, such as 2:5"
+        )
+    return int(first), int(last)
+
+
 def tolerance(text: str) -> float:
     """A finite number from 0."""
     try:

@@ -16,7 +16,6 @@ from opdrift.commands.console import emit, emit_all
 from opdrift.commands.exit_codes import ExitCode
 from opdrift.commands.options import natural
 from opdrift.errors import InvalidOptionError
-from opdrift.render.words import cell
 
 if TYPE_CHECKING:
     from opdrift.records import Finding, Leaf
@@ -82,21 +81,10 @@ def _ops(trace: Trace, options: argparse.Namespace) -> Sequence[int]:
         return [index]
     if options.scope is None:
         return range(len(trace.ops))
-    import numpy as np
+    from opdrift.export.selection import in_scope
 
-    calls = [call.id for call in trace.calls if _below(call.path, options.scope)]
-    found: list[int] = np.flatnonzero(np.isin(trace.ops.call, calls)).tolist()
-    if not found:
-        raise InvalidOptionError(
-            f"No op of {trace.path} ran in {options.scope!r}. `opdrift show {trace.path}` lists the modules."
-        )
+    found: list[int] = in_scope(trace, options.scope).tolist()
     return found
-
-
-def _below(path: str, pattern: str) -> bool:
-    if pattern == cell(""):  # as tables call the root module, which has no path
-        return not path
-    return fnmatchcase(path, pattern) or fnmatchcase(path, f"{pattern}.*")
 
 
 def _leaves(trace: Trace, pattern: str | None) -> Sequence[Leaf]:

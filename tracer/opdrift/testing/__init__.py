@@ -20,9 +20,10 @@ from opdrift.errors import InvalidOptionError
 from opdrift.testing.builder import Builder
 from opdrift.testing.collectives import collective
 from opdrift.testing.contents import Change
+from opdrift.testing.exports import export
 from opdrift.tracefile.reader import Trace
 
-__all__ = ["Builder", "collective", "plant", "trace"]
+__all__ = ["Builder", "collective", "export", "plant", "trace"]
 
 #: Ops of `trace()` words that take a parameter besides the chain.
 _WEIGHTED: Final = frozenset(["mm", "addmm", "embedding"])
