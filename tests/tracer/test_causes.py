@@ -516,6 +516,23 @@ def test_a_norm_in_training_mode_on_one_side_only():
     assert says(found, "training: False against True", "BatchNorm2d")
 
 
+def test_a_replaced_module_with_a_mode_of_its_own_is_no_training_mode():
+    """A Linear in eval mode against another class that nobody put into it: nothing there depends on the mode."""
+
+    def body(kind: str) -> Run:
+        def inner(build: Builder) -> int:
+            x = build.leaf("x", kind="input", shape=(16, 16))
+            with build.scope("head", type=kind, training=kind != "Linear"):
+                weight = build.leaf("head.weight", shape=(16, 16))
+                if kind != "Linear":
+                    weight = build.op("tanh", weight)
+                return build.op("mm", x, weight)
+
+        return inner
+
+    assert cause(run(body("Linear")), run(body("Normed"))).slug == "structure"
+
+
 # ---- settings ----------------------------------------------------------------------------------------------
 
 
@@ -944,6 +961,41 @@ def test_a_stale_gather_names_the_shards_that_nobody_reads():
     assert says(found, "unit.shards.0, unit.shards.1", "never read", "existed before the run")
 
 
+def kept(copies: bool, reads: bool = True) -> Run:
+    """A product with a copy of a weight, made here or kept from before the run."""
+
+    def body(build: Builder) -> int:
+        x = build.leaf("x", kind="input", shape=(16, 16))
+        weight = build.leaf("fc.weight", shape=(16, 16))
+        with build.scope("fc", type="Cached"):
+            if copies:
+                copy = build.op("clone", weight, content=build.content(weight))
+            else:
+                copy = build.leaf("", kind="constant", when="use", shape=(16, 16), content="older")
+            if not copies and not reads:
+                x = build.op("add", x, weight)
+            return build.op("mm", x, copy)
+
+    return body
+
+
+def test_a_copy_of_a_weight_that_is_kept_from_before_is_called_so():
+    """One run copies the weight and multiplies with the copy, the other multiplies with what it kept."""
+    found = cause(run(kept(copies=True)), run(kept(copies=False)))
+
+    assert (found.slug, found.confidence) == ("weights", "likely")
+    assert says(
+        found, "the right run uses a copy of fc.weight from before", "fc.weight is never read"
+    )
+
+
+def test_a_weight_that_is_read_elsewhere_is_not_called_kept():
+    """Both its sides compute with the weight: the old tensor may be anything."""
+    found = cause(run(kept(copies=True)), run(kept(copies=False, reads=False)))
+
+    assert found.slug == "structure"
+
+
 def test_structure_lists_what_each_run_does():
     """Both op lists, and who reads the result."""
     left = run(
@@ -1106,6 +1158,7 @@ OTHER_RULES = {
     "unseen-write",
     "race-in-flight",
     "weights-exchanged",
+    "weights-kept",
     "weights-retied",
     "weights-written",
 }

@@ -86,6 +86,7 @@ CAUSES: Final[dict[str, Callable[[Evidence], Cause | None]]] = {
     "unseen-write": unseen.unseen_write,
     "kernel": kernels.kernel,
     "environment": environment.environment,
+    "weights-kept": structure.stale_copy,
     "structure": structure.structure,
 }
 

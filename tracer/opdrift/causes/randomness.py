@@ -5,7 +5,7 @@ from __future__ import annotations
 from opdrift.case import Side
 from opdrift.causes.evidence import SIDES, Evidence, cause, counted, scope, some
 from opdrift.origins.kinds import TRAINING, draws, mixes
-from opdrift.records import Cause
+from opdrift.records import Call, Cause
 from opdrift.tokens import base
 
 _DROPOUT = frozenset(
@@ -121,7 +121,9 @@ def train_mode(e: Evidence) -> Cause | None:
         and (found := _batch_statistics(e)) is not None
     ):
         return found
-    if not differs and not (one_sided and (norms or e.origin.kind == "structure")):
+    # another kind of module has a mode of its own, which says nothing unless something there depends on it
+    comparable = norms or (e.origin.kind == "structure" and _type(calls.left) == _type(calls.right))
+    if not differs and not (one_sided and comparable):
         return None
     if not differs and _drawing(e):
         return None  # dropout says it better
@@ -141,6 +143,10 @@ def train_mode(e: Evidence) -> Cause | None:
         evidence,
         "Call model.eval() before inference in both runs (or model.train() in both), also after loading or copying the model.",
     )
+
+
+def _type(call: Call | None) -> str:
+    return "" if call is None else call.type
 
 
 def _batch_statistics(e: Evidence) -> Cause | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from opdrift.case import Side
@@ -25,6 +26,8 @@ _GATHERING: Final = frozenset(
         "stack",
     ]
 )
+#: What takes a weight as it is, or as another type or on another device holds it.
+_COPYING: Final = frozenset(["clone", "_to_copy"])
 
 
 def fsdp_gather(e: Evidence) -> Cause | None:
@@ -32,37 +35,82 @@ def fsdp_gather(e: Evidence) -> Cause | None:
     found = _bad_gathers(e)
     if found is not None:
         return found
+    kept = _kept_from_before(e, _GATHERING)
+    return None if kept is None else _stale(e, kept)
+
+
+def stale_copy(e: Evidence) -> Cause | None:
+    """One run copies a weight before it computes with it, the other uses a copy from before and never the weight."""
+    kept = _kept_from_before(e, _COPYING)
+    if kept is None:
+        return None
+    n = kept.maker
+    name, side, _ = e.sides[n]
+    other_name, other, _ = e.sides[1 - n]
+    unread = [each for each in kept.sources if _is_never_read(other, each)]
+    reader = (e.consumer().left, e.consumer().right)[1 - n]
+    if not unread or reader is None:
+        return None
+    what = side.name(kept.ops[0])
+    return cause(
+        "weights",
+        "likely",
+        f"the {other_name} run uses a copy of {some(unread)} from before, the {name} run copies it anew ({what})",
+        [
+            f"{name}: {side.place(kept.ops[0])} copies {some(kept.sources)}",
+            f"{other_name}: {other.place(reader)} reads a tensor {other.trace.meta(kept.old[0])} that existed before the run and that no op made",
+            f"{other_name}: {some(unread)} {'is' if len(unread) == 1 else 'are'} never read",
+        ],
+        "Drop what is kept of the weight (a cast, packed or moved copy) whenever the weight changes: after every load and"
+        " every optimizer step.",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What one run makes of parameters, where the other uses a tensor from before."""
+
+    #: the number of the side that makes it
+    maker: int
+    ops: list[int]
+    #: the names of the parameters
+    sources: list[str]
+    #: what the other side uses
+    old: list[int]
+
+
+def _kept_from_before(e: Evidence, making: frozenset[str]) -> _Kept | None:
     if e.origin.story != "region":
         return None
     for n, (_, side, _) in enumerate(e.sides):
         _, other, _ = e.sides[1 - n]
-        gathers = [op for op in e.ops_of(n) if base(side.name(op)) in _GATHERING]
-        sources = [v for op in gathers for v in side.trace.ops.inputs[op].tolist()]
-        shards = sorted(
-            {leaf.name for v in sources for leaf in side.leaves.of(v) if leaf.kind == "parameter"}
+        ops = [op for op in e.ops_of(n) if base(side.name(op)) in making]
+        read = [v for op in ops for v in side.trace.ops.inputs[op].tolist()]
+        sources = sorted(
+            {leaf.name for v in read for leaf in side.leaves.of(v) if leaf.kind == "parameter"}
         )
-        theirs = (e.origin.boundary.left, e.origin.boundary.right)[1 - n]
-        if not shards or any(base(other.name(op)) in _GATHERING for op in e.ops_of(1 - n)):
+        if not sources or any(base(other.name(op)) in making for op in e.ops_of(1 - n)):
             continue
+        theirs = (e.origin.boundary.left, e.origin.boundary.right)[1 - n]
         old = [
             v for v in theirs if not any(leaf.kind == "parameter" for leaf in other.leaves.of(v))
         ]
-        if not old or any(
-            int(other.contents.states.writer[other.contents.states.of[v]]) >= 0 for v in old
-        ):
+        states = other.contents.states
+        if not old or any(int(states.writer[states.of[v]]) >= 0 for v in old):
             continue
-        return _stale(e, n, gathers, shards, old)
+        return _Kept(n, ops, sources, old)
     return None
 
 
-def _stale(e: Evidence, n: int, gathers: list[int], shards: list[str], old: list[int]) -> Cause:
+def _stale(e: Evidence, kept: _Kept) -> Cause:
+    n = kept.maker
     name, side, _ = e.sides[n]
     other_name, other, _ = e.sides[1 - n]
-    unread = [s for s in shards if s in other.leaves.by_name and _unread(other, s)]
+    unread = [s for s in kept.sources if _is_never_read(other, s)]
     reader = (e.consumer().left, e.consumer().right)[1 - n]
     evidence = [
-        f"{name}: {side.place(gathers[0])} puts the weight together from {some(shards)}",
-        f"{other_name}: {other.place(reader)} reads a tensor {other.trace.meta(old[0])} that existed before the run and that no op made"
+        f"{name}: {side.place(kept.ops[0])} puts the weight together from {some(kept.sources)}",
+        f"{other_name}: {other.place(reader)} reads a tensor {other.trace.meta(kept.old[0])} that existed before the run and that no op made"
         if reader is not None
         else "",
         f"{other_name}: {some(unread)} {'is' if len(unread) == 1 else 'are'} never read"
@@ -79,10 +127,10 @@ def _stale(e: Evidence, n: int, gathers: list[int], shards: list[str], old: list
     )
 
 
-def _unread(side: Side, name: str) -> bool:
-    """Whether no op computes with a leaf."""
-    rows = side.leaves.by_name[name]
-    return all(
+def _is_never_read(side: Side, name: str) -> bool:
+    """Whether a run has a leaf, and no op of it computes with the leaf."""
+    rows = side.leaves.by_name.get(name, ())
+    return bool(rows) and all(
         side.leaves.first_use(int(side.contents.states.of[row.value]), None) is None for row in rows
     )
 
