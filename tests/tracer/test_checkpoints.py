@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,11 +11,13 @@ import pytest
 from opdrift import CheckpointError, diff, tfp1
 from opdrift.checkpoints import StoredCheckpoint, StoredTensor, check, compared, sentence
 from opdrift.checkpoints.names import Renaming, match
+from opdrift.checkpoints.roundings import Rounding
 from opdrift.findings import findings
 from opdrift.records import Sides
 from opdrift.render.checkpoint_text import checkpoint_report
 from opdrift.render.page import Screen
 from opdrift.testing import Builder
+from opdrift.testing.contents import rounded
 from opdrift.tracefile.reader import Trace
 
 Array = np.ndarray
@@ -38,6 +41,20 @@ def stored(contents: Mapping[str, Array]) -> StoredCheckpoint:
             name, "float32", each.shape, {"float32": key(each), "float16": key(each.astype("<f2"))}
         )
         for name, each in contents.items()
+    ]
+    return StoredCheckpoint("file.pt", tuple(tensors))
+
+
+def sampled(contents: Mapping[str, Array]) -> StoredCheckpoint:
+    """The same, with the samples that a reader gives."""
+    tensors = [
+        replace(
+            tensor,
+            sample=tuple(
+                contents[tensor.name].reshape(-1)[list(tfp1.sample_positions(tensor.size))].tolist()
+            ),
+        )
+        for tensor in stored(contents).tensors
     ]
     return StoredCheckpoint("file.pt", tuple(tensors))
 
@@ -83,6 +100,73 @@ def test_a_cast_on_the_way_is_recognised_by_its_own_digest():
 
     assert (found.whole, found.casts) == (True, {"float16": 5})
     assert "5 of them cast to float16" in sentence(found)
+
+
+def saved_as(dtype: str, contents: Mapping[str, Array]) -> StoredCheckpoint:
+    """A checkpoint in a half precision, as its reader tells it to a float32 model: with the cast to that."""
+    tensors = []
+    for name, each in contents.items():
+        held = rounded(each, dtype).astype("<f4")
+        sample = held.reshape(-1)[list(tfp1.sample_positions(each.size))]
+        keys = {"float32": key(held)}
+        tensors.append(StoredTensor(name, dtype, each.shape, keys, tuple(sample.tolist())))
+    return StoredCheckpoint("file.pt", tuple(tensors))
+
+
+BIG = {"fc.weight": noise(40, 40), "fc.bias": noise(40)}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_file_that_was_saved_in_half_precision_is_a_cast_of_the_model(dtype):
+    """The model was trained in float32; what it holds is in no file, but rounds to the file's numbers."""
+    found = check(traced(BIG).build(), saved_as(dtype, BIG))
+
+    assert found.rounded == dict.fromkeys(BIG, Rounding("file", dtype))
+    assert found.whole
+    assert sentence(found) == (
+        f"2 of 2 tensors of file.pt are in the model, 2 of them cast to {dtype} for the file (judged by 32 elements of"
+        " each)"
+    )
+
+
+def test_a_model_that_holds_rounded_numbers_in_full_precision_has_the_file_s():
+    """Loaded from the bfloat16 release, and asked about the float32 one."""
+    model = {name: rounded(each, "bfloat16") for name, each in BIG.items()}
+
+    found = check(traced(model).build(), sampled(BIG))
+
+    assert found.rounded == dict.fromkeys(BIG, Rounding("model", "bfloat16"))
+    assert "cast to bfloat16 before they came into the model" in sentence(found)
+
+
+def test_weights_of_another_training_step_are_no_cast_of_the_file():
+    later = {**BIG, "fc.weight": (BIG["fc.weight"] * 1.01).astype("<f4")}
+
+    found = check(traced(later).build(), saved_as("bfloat16", BIG))
+
+    assert [each.name for each in found.missing] == ["fc.weight"]
+
+
+def test_a_difference_outside_of_the_sample_is_no_rounding():
+    """All that was sampled is equal, so rounding is not what differs."""
+    file = {name: rounded(each, "bfloat16") for name, each in BIG.items()}
+    model = {name: each.copy() for name, each in file.items()}
+    model["fc.weight"].reshape(-1)[tfp1.sample_positions(1600)[3] + 1] += 1
+
+    found = check(traced(model).build(), saved_as("bfloat16", file))
+
+    assert "fc.weight" in [each.name for each in found.missing]
+
+
+def test_a_sample_of_zeros_alone_is_no_evidence():
+    """A padded embedding: nearly all of it is zero in any model."""
+    sparse = {"embed.weight": np.zeros((40, 40), "<f4"), "fc.bias": BIG["fc.bias"]}
+    sparse["embed.weight"][0, 0] = 1 / 3  # the sample begins later
+    file = {**sparse, "embed.weight": np.full((40, 40), 1e-30, "<f4")}
+
+    found = check(traced(sparse).build(), saved_as("float16", file))
+
+    assert [each.name for each in found.missing] == ["embed.weight"]
 
 
 def test_one_changed_element_is_another_content():
@@ -290,9 +374,41 @@ def test_a_checkpoint_of_another_architecture_is_one_sentence():
         check(traced(WEIGHTS).build("a.trace"), stored(other))
 
     assert str(raised.value) == (
-        "file.pt is of another model: none of its 2 tensors has the name and size, or the content, of one of the 5"
-        " parameters and buffers in a.trace, such as layers.0.fc.weight [4, 4]."
+        "file.pt is a checkpoint of another architecture than the model of a.trace: by name and size none of its 2"
+        " tensors fits one of the model's 5; the checkpoint has conv1.weight [2, 3], the trace layers.0.fc.weight"
+        " [4, 4]."
     )
+
+
+def test_a_name_and_size_that_two_architectures_share_do_not_make_them_one():
+    """A norm of the same width is everywhere."""
+    other = {
+        "norm.weight": noise(4),
+        **{f"convs.{number}.weight": noise(2, 3) for number in range(4)},
+    }
+
+    with pytest.raises(CheckpointError, match="1 of its 5 tensors fits one of the model's 5"):
+        check(traced(WEIGHTS).build(), stored(other))
+
+
+def test_a_content_that_is_there_outweighs_names_that_are_not():
+    """An embedding was taken from another model: that is no other architecture, but a part of one."""
+    other = {
+        "embed.weight": WEIGHTS["layers.0.fc.weight"],
+        **{f"convs.{number}.weight": noise(2, 3) for number in range(4)},
+    }
+
+    found = check(traced(WEIGHTS).build(), stored(other))
+
+    assert found.arrived == {"embed.weight": "layers.0.fc.weight"}
+
+
+def test_a_head_of_its_own_does_not_make_another_architecture():
+    """The file holds the body alone, and the model was never loaded from it."""
+    body = {name: noise(*each.shape) for name, each in WEIGHTS.items()}
+    heads = {f"heads.{number}.weight": noise(2, 4) for number in range(9)}
+
+    assert len(check(traced({**WEIGHTS, **heads}).build(), stored(body)).missing) == 5
 
 
 def test_a_larger_one_of_the_same_family_is_named_by_a_size():
@@ -300,7 +416,7 @@ def test_a_larger_one_of_the_same_family_is_named_by_a_size():
     larger["norm.weight"] = WEIGHTS["norm.weight"]
 
     with pytest.raises(
-        CheckpointError, match=r"layers.0.fc.weight: \[8, 8\] in the checkpoint, \[4, 4\]"
+        CheckpointError, match=r"layers.0.fc.weight is \[8, 8\] in the checkpoint, \[4, 4\]"
     ):
         check(traced(WEIGHTS).build(), stored(larger))
 

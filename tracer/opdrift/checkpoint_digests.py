@@ -4,7 +4,7 @@ Usage: python -m opdrift.checkpoint_digests [--as DTYPE]... FILE
 
 Prints one JSON object a line: {"part": name or null} once, then for each tensor {"name", "dtype", "shape",
 "digests": {dtype: [raw as hex digits, n, code]}}, with the tensor's own dtype and, of floats, what it is when it is
-cast to each DTYPE; then {"tensors": how many}. Nothing in the file is run: safetensors hold no code, and torch's own
+cast to each DTYPE, and "sample": a few components, at the places where a fingerprint samples its own; then {"tensors": how many}. Nothing in the file is run: safetensors hold no code, and torch's own
 files are read with `weights_only`. What cannot be read ends the process with status 2 and a sentence on stderr.
 """
 
@@ -24,6 +24,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from opdrift.fingerprint.engine import load_engine
+from opdrift.tfp1 import sample_positions
 
 #: The dtypes of the safetensors format (its README, "Format").
 _SAFETENSORS: Final = {
@@ -44,6 +45,8 @@ _IN_FOLDER: Final = (
     "pytorch_model.bin",
 )
 
+#: How a file of torch.save begins, since torch 1.6; the list of its parts stands at its end.
+_ZIP: Final = b"PK\x03\x04"
 #: How torch names what it refuses to unpickle.
 _REFUSED: Final = re.compile(r"GLOBAL (\S+) was not an allowed global")
 
@@ -93,6 +96,8 @@ def _of_index(path: Path) -> Named:
     for name in files:
         if Path(name).name != name:
             raise UnreadableError(f"{path} lists {name!r}, which is no file beside it.")
+        if not (path.parent / name).is_file():
+            raise UnreadableError(f"{path} lists {name!r}, which does not exist. Copy it as well.")
         yield from read(path.parent / name).tensors
 
 
@@ -137,6 +142,14 @@ def _stored(path: Path, memory: mmap.mmap, start: int, name: str, entry: Any) ->
 
 
 def _of_torch(path: Path) -> _Contents:
+    with path.open("rb") as file:
+        start = file.read(len(_ZIP))
+    if not start:
+        raise UnreadableError(f"{path} is empty. Copy it again.")
+    if start == _ZIP and not zipfile.is_zipfile(path):
+        raise UnreadableError(
+            f"{path} is cut off: the end of its archive is missing. Copy it again."
+        )
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):  # fairseq's and ESM's settings
             loaded = torch.load(
@@ -195,6 +208,13 @@ def digests(tensor: torch.Tensor, casts: Sequence[torch.dtype]) -> dict[str, lis
     return found
 
 
+def sample(tensor: torch.Tensor) -> list[float]:
+    """The components at the places where a fingerprint samples them."""
+    places = torch.tensor(sample_positions(tensor.numel()), dtype=torch.int64)
+    found: list[float] = tensor.detach().reshape(-1)[places].double().tolist()
+    return found
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the digests of one file."""
     parser = argparse.ArgumentParser(prog="opdrift.checkpoint_digests")
@@ -215,6 +235,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "shape": list(tensor.shape),
                 "digests": digests(tensor, casts),
             }
+            if tensor.is_floating_point():
+                entry["sample"] = sample(tensor)
             say(json.dumps(entry) + "\n")
             number += 1
     except UnreadableError as error:

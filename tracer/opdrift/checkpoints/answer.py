@@ -5,17 +5,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
 from opdrift.checkpoints.model import Model, Own
 from opdrift.checkpoints.names import Renaming, match
 from opdrift.checkpoints.parts import made_of
+from opdrift.checkpoints.roundings import Rounding, rounding
 from opdrift.checkpoints.stored import Key, StoredCheckpoint, StoredTensor
 from opdrift.errors import CheckpointError
 from opdrift.provenance import Lineage
 from opdrift.provenance.ops import short_name
 from opdrift.tracefile.reader import Trace
+
+#: Of the smaller side, so many tensors of one architecture have a counterpart of that name and size. A head that was
+#: exchanged, or a part of the model, leaves more; two models that share a name or two leave few.
+_FITTING: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +48,8 @@ class Check:
         tensors: How many it holds.
         arrived: Names in the checkpoint -> name in the model, of those whose content the model held.
         casts: How many of them were cast to which dtype on the way.
+        rounded: Of those that arrived: name in the checkpoint -> which side holds rounded numbers, where only the
+            samples tell.
         exchanged: Of those: name in the checkpoint -> another name of the model that holds it instead.
         fused: Of those: tensors of the model that are several of the checkpoint's, or the other way round.
         missing: Those that never reached the model.
@@ -55,6 +63,7 @@ class Check:
     tensors: int
     arrived: Mapping[str, str]
     casts: Mapping[str, int]
+    rounded: Mapping[str, Rounding]
     exchanged: Mapping[str, str]
     fused: Mapping[str, tuple[str, ...]]
     missing: tuple[Missing, ...]
@@ -87,21 +96,13 @@ def check(trace: Trace, checkpoint: StoredCheckpoint) -> Check:
         )
     matching = _Matching(trace, model, checkpoint)
     found = matching.result()
-    if found.arrived or matching.paired:
-        others = matching.other_sizes
-        if len(others) <= matching.paired:
-            return found
-        name, own = next(iter(others.items()))
-        raise CheckpointError(
-            f"{checkpoint.source} is of another model: {len(others)} of its {found.tensors} tensors have another"
-            f" size than in {trace.path}, such as {own.name}: {list(matching.shape(name))} in the checkpoint,"
-            f" {list(own.shape)} in the trace."
-        )
-    first = next(iter(model.tensors.values()))
+    fits = matching.fits(found)
+    if matching.holds(found) or fits >= _FITTING * min(found.tensors, found.own):
+        return found
     raise CheckpointError(
-        f"{checkpoint.source} is of another model: none of its {found.tensors} tensors has the name and size, or"
-        f" the content, of one of the {found.own} parameters and buffers in {trace.path}, such as"
-        f" {first.name} {list(first.shape)}."
+        f"{checkpoint.source} is a checkpoint of another architecture than the model of {trace.path}: by name and"
+        f" size {fits or 'none'} of its {found.tensors} tensors {'fit' if fits > 1 else 'fits'} one of the model's"
+        f" {found.own}; {matching.misfit()}."
     )
 
 
@@ -132,18 +133,32 @@ class _Matching:
                 if not (own.constant and key == own.keys[0]):
                     self._holders.setdefault(key, []).append(own.name)
 
-    @property
-    def paired(self) -> int:
-        """How many tensors have the name and size of one of the model's."""
-        return len(self._pairs)
+    def fits(self, found: Check) -> int:
+        """How many tensors have the name and size, or the content, of one of the model's."""
+        return len({*self._pairs, *found.arrived})
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor of the checkpoint."""
-        return self._stored[name].shape
+    def holds(self, found: Check) -> bool:
+        """Whether the model holds a content of the checkpoint that no other one would have."""
+        tensors = self._model.tensors
+        return any(
+            own not in tensors or not tensors[own].constant for own in found.arrived.values()
+        )
+
+    def misfit(self) -> str:
+        """A tensor of each side that does not fit, in words."""
+        if self.other_sizes:
+            name, own = next(iter(self.other_sizes.items()))
+            shape = list(self._stored[name].shape)
+            return f"{own.name} is {shape} in the checkpoint, {list(own.shape)} in the trace"
+        stored = next(each for name, each in self._stored.items() if name not in self._pairs)
+        paired = set(self._pairs.values())
+        own = next(each for name, each in self._model.tensors.items() if name not in paired)
+        return f"the checkpoint has {stored.name} {list(stored.shape)}, the trace {own.name} {list(own.shape)}"
 
     def result(self) -> Check:
         arrived: dict[str, str] = {}
         casts: Counter[str] = Counter()
+        roundings: dict[str, Rounding] = {}
         exchanged: dict[str, str] = {}
         rest: list[StoredTensor] = []
         for name, tensor in self._stored.items():
@@ -157,6 +172,9 @@ class _Matching:
                 arrived[name] = holder
                 if own is not None:
                     exchanged[name] = holder
+            elif own is not None and (found := self._rounding(tensor, own)) is not None:
+                arrived[name] = own.name
+                roundings[name] = found
             else:
                 rest.append(tensor)
         fused = self._fused(rest, set(arrived.values()))
@@ -179,6 +197,7 @@ class _Matching:
             len(self._stored),
             arrived,
             casts,
+            roundings,
             exchanged,
             fused,
             tuple(missing),
@@ -187,6 +206,15 @@ class _Matching:
             tuple(extra),
             len(self._model.tensors),
         )
+
+    def _rounding(self, tensor: StoredTensor, own: Own) -> Rounding | None:
+        """How one of the parameter's contents is the stored one up to rounding."""
+        for value in own.contents:
+            content = self._trace.fingerprint(value)
+            found = content and rounding(tensor.sample, tensor.dtype, content)
+            if found:
+                return found
+        return None
 
     def _holder(self, tensor: StoredTensor) -> str | None:
         """A name of the model that holds this content, whatever it is called."""

@@ -26,6 +26,7 @@ class Own:
         shape: The same.
         value: That content.
         keys: Every content that is known, the first one first.
+        contents: The values of those.
         constant: The first content is one number throughout, which tells little.
     """
 
@@ -35,6 +36,7 @@ class Own:
     shape: tuple[int, ...]
     value: int
     keys: tuple[Key, ...]
+    contents: tuple[int, ...]
     constant: bool
 
     @property
@@ -71,9 +73,12 @@ class Model:
                 continue
             first, content = known[0]
             meta = trace.meta(first)
-            keys = tuple(dict.fromkeys(f.key for _, f in known))
+            by_key: dict[Key, int] = {}
+            for each, fingerprint in known:
+                by_key.setdefault(fingerprint.key, each)
+            keys, contents = tuple(by_key), tuple(by_key.values())
             constant = not content.nonfinite and content.min == content.max
-            yield Own(name, kind, meta.dtype, meta.shape, first, keys, constant)
+            yield Own(name, kind, meta.dtype, meta.shape, first, keys, contents, constant)
 
     def _history(self, value: int) -> list[int]:
         """A value, and what else its part of the storage held, before it and later."""

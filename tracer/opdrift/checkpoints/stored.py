@@ -28,12 +28,14 @@ class StoredTensor:
         dtype: Without the "torch.".
         shape: Its shape.
         keys: dtype -> content: its own, and what it is when it is cast.
+        sample: Of floats, the components at `tfp1.sample_positions`; empty where they are not known.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     keys: Mapping[str, Key]
+    sample: tuple[float, ...] = ()
 
     @property
     def size(self) -> int:
@@ -98,7 +100,9 @@ def _read(path: Path, dtypes: list[str]) -> tuple[str | None, list[StoredTensor]
 
 def _tensor(row: Mapping[str, Any]) -> StoredTensor:
     keys = {dtype: (int(raw, 16), n, code) for dtype, (raw, n, code) in row["digests"].items()}
-    return StoredTensor(row["name"], row["dtype"], tuple(row["shape"]), keys)
+    return StoredTensor(
+        row["name"], row["dtype"], tuple(row["shape"]), keys, tuple(row.get("sample", ()))
+    )
 
 
 def from_mark(fields: Mapping[str, Any]) -> tuple[StoredTensor, ...]:

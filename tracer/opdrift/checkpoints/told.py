@@ -35,8 +35,17 @@ def sentence(found: Check) -> str:
     casts = "".join(f", {n} of them cast to {dtype}" for dtype, n in found.casts.items())
     return (
         f"{len(found.arrived)} of {found.tensors} tensors of {found.source} are in the"
-        f" model{casts}{unknown}"
+        f" model{casts}{_rounded(found)}{unknown}"
     )
+
+
+def _rounded(found: Check) -> str:
+    """How many were cast before they were saved, or before they were loaded."""
+    said = ""
+    for each, number in Counter(found.rounded.values()).items():
+        where = "for the file" if each.side == "file" else "before they came into the model"
+        said += f", {number} of them cast to {each.dtype} {where} (judged by 32 elements of each)"
+    return said
 
 
 def instead(found: Check) -> str | None:
