@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import opdrift
+from opdrift.testing import assert_same_run
 
 
 class Net(nn.Module):
@@ -33,6 +34,12 @@ def record_with_every_option(model: nn.Module, tokens: torch.Tensor) -> None:
         with recorder.scope("generation"), recorder.pause():
             model(tokens)
         recorder.name_tensor(tokens, "tokens", kind="input")
+
+
+def compare_recorders(left: opdrift.Recorder, right: opdrift.Recorder) -> None:
+    """A recorder stands for the path that it wrote to."""
+    assert_type(opdrift.diff(left, right), opdrift.Diagnosis)
+    assert_same_run(left, right, allow="nothing", maps=["encoder=model.encoder"])
 
 
 def read_and_compare() -> int:

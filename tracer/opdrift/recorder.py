@@ -139,6 +139,10 @@ class Recorder:
         #: why kernels were not watched although that was asked for, as notes
         self._unwatched: list[str] = []
 
+    def __fspath__(self) -> str:
+        """The trace's path: a recorder can be given where a path can, such as to `opdrift.diff`."""
+        return os.fspath(self.path)
+
     # ---- life cycle ------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:

@@ -1,4 +1,6 @@
-"""Build traces by hand, from words or op by op: for tests, and for trying out a diagnosis. Needs no torch.
+"""Assert that two runs agree; build traces by hand, from words or op by op. Needs no torch.
+
+    assert_same_run("monday.trace", "tuesday.trace")
 
     left = trace("mm relu mm")
     right = trace("mm _to_copy relu mm*")      # one op more, and another output of the last one
@@ -7,7 +9,7 @@
 A built trace behaves like a recorded one: every value has a content (a small array), and an op's
 output follows from its name, its settings and its inputs, so that a planted difference flows
 downstream with a gain of about 1. Contents of up to 32 elements are held whole by their fingerprints.
-docs/testing.md shows the rest.
+docs/pytest.md shows the first, docs/testing.md the rest.
 """
 
 from __future__ import annotations
@@ -17,13 +19,14 @@ from contextlib import AbstractContextManager
 from typing import Any, Final, cast
 
 from opdrift.errors import InvalidOptionError
+from opdrift.testing.assertions import assert_same_run
 from opdrift.testing.builder import Builder
 from opdrift.testing.collectives import collective
 from opdrift.testing.contents import Change
 from opdrift.testing.exports import export
 from opdrift.tracefile.reader import Trace
 
-__all__ = ["Builder", "collective", "export", "plant", "trace"]
+__all__ = ["Builder", "assert_same_run", "collective", "export", "plant", "trace"]
 
 #: Ops of `trace()` words that take a parameter besides the chain.
 _WEIGHTED: Final = frozenset(["mm", "addmm", "embedding"])
