@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -362,6 +363,71 @@ def test_what_is_broadcast_over_does_not_count():
         build.name(build.op("_foreach_add_", w, grad), "fc.weight", when="exit")
 
     assert [k for k, _, _ in said(world(body, body)) if k == "replica"] == []
+
+
+def stepping(*, steps: int, stops_before_update: bool = False, skips: int | None = None):
+    """A rank that trains for some steps, and does not come to the update of its last one, or leaves one out."""
+
+    def body(build: Builder) -> None:
+        rank = build.build().header.rank or 0
+        w = build.leaf("fc.weight", content=vector("w"))
+        for step in range(steps):
+            x = build.leaf("x", kind="input", content=vector(f"x {rank} {step}"))
+            grad = collective(
+                build, "all_reduce", build.op("mm", x, w), result=vector(f"sum {step}")
+            )
+            if step != skips and not (stops_before_update and step == steps - 1):
+                w = build.op("_foreach_add_", w, grad, content=vector(f"w {step}"))
+                build.name(w, "fc.weight", when="exit")
+
+    return body
+
+
+@pytest.mark.parametrize("end", [{"exception": "ValueError: empty"}, {"complete": False}, {}])
+def test_a_rank_that_stops_before_its_update_is_not_held_against_the_others_next_one(
+    end: dict[str, Any],
+):
+    """It raised, was killed, or left its loop; the others went on to their next collective."""
+    left, right = Builder(rank=0, exception="RuntimeError: closed by peer"), Builder(rank=1, **end)
+    stepping(steps=3)(left)
+    stepping(steps=2, stops_before_update=True)(right)
+
+    found = findings([left.build(), right.build()])
+
+    assert [f.kind for f in found if f.kind == "replica"] == []
+
+
+def test_a_rank_that_goes_on_without_an_update_is_found():
+    """It reduces the next gradient: the moment of the update has passed on all ranks."""
+    found = findings(world(stepping(steps=3), stepping(steps=3, skips=1)))
+
+    assert [f.cause.summary for f in found if f.kind == "replica"] == [
+        "fc.weight differs between ranks 0 and 1, after its write 2"
+    ]
+
+
+def test_an_update_that_a_rank_leaves_out_at_the_end_is_found():
+    """Both ranks ended by themselves, and issued as many collectives."""
+    found = findings(world(stepping(steps=2), stepping(steps=2, stops_before_update=True)))
+
+    assert [f.cause.summary for f in found if f.kind == "replica"] == [
+        "fc.weight differs between ranks 0 and 1, after its write 2"
+    ]
+
+
+def test_a_reduce_scatter_whose_op_was_lost_with_a_rank_is_not_summed_up():
+    """A killed rank's last collectives are known by their announcements only: their contents are not."""
+
+    def whole(build: Builder) -> None:
+        x = build.leaf("x", kind="input", content=vector("rank 0"))
+        collective(build, "reduce_scatter", x, result=TOTAL[:128], reduction="SUM")
+
+    left, right = Builder(rank=0), Builder(rank=1, complete=False)
+    whole(left)
+    tensors = {"given": [["float32", 256]], "got": [["float32", 256]]}
+    issues({"what": "reduce_scatter", "op": "c10d._reduce_scatter_base_.default", **tensors})(right)
+
+    assert list(wrong_results(World([left.build(), right.build()]))) == []
 
 
 def test_an_infinity_that_a_rank_was_handed_is_told_of_the_rank_that_has_it():

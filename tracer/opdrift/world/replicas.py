@@ -46,7 +46,7 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A content that a leaf had: `step` 0 is what it was when the run began, each write makes another."""
+    """A content that a leaf had: `step` 0 is what it was when the run began, each write that is known makes another."""
 
     step: int
     value: int
@@ -138,21 +138,43 @@ class Replicas:
         ]
 
     def split(self, replica: Replica) -> Split | None:
-        """Where a replica first differs between its ranks."""
+        """Where a replica first differs between its ranks, at a moment that all that are compared came to."""
         histories = {rank: self.history(rank, replica.name) for rank in replica.ranks}
         known = {rank: states for rank, states in histories.items() if states}
-        if len(known) < 2:
-            return None
-        last = max(map(len, known.values()))
+        last = max(map(len, known.values()), default=0)
         # buffers are written by what each rank computes of its own samples
         for step in range(last if replica.kind == "parameter" and replica.certain else 1):
             if self._is_replaced(known, step):
                 continue
-            at = {rank: states[min(step, len(states) - 1)] for rank, states in known.items()}
+            at = self._held_at(replica, known, step)
             odd, usual = minority({rank: state.key for rank, state in at.items()})
             if odd:
                 return Split(replica, odd, usual, at[usual], at[odd[0]])
         return None
+
+    def _held_at(
+        self, replica: Replica, known: Mapping[int, Sequence[State]], step: int
+    ) -> dict[int, State]:
+        """What each rank held once it was written so often.
+
+        A rank that wrote it less often counts with its last content, but not if its trace ends before it can be told
+        whether it would have written it again.
+        """
+        wrote = {rank: states[step] for rank, states in known.items() if step < len(states)}
+        moment = min(self._before(rank, state, replica.ranks) for rank, state in wrote.items())
+        went_on = {
+            rank: states[-1]
+            for rank, states in known.items()
+            if rank not in wrote and self._world.has_passed(rank, moment, replica.ranks)
+        }
+        return dict(sorted((wrote | went_on).items()))
+
+    def _before(self, rank: int, state: State, ranks: Sequence[int]) -> int:
+        """How many collectives of these ranks were issued before a content was written."""
+        maker = int(self.contents(rank).maker[state.value])
+        if maker < 0:
+            return 0
+        return self._world.issued(rank, int(self._world.traces[rank].ops.seq[maker]), ranks)
 
     def _is_replaced(self, known: Mapping[int, Sequence[State]], step: int) -> bool:
         """Whether on every rank the next content comes from a broadcast: what was there before does not count."""

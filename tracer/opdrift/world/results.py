@@ -184,8 +184,8 @@ def _reduced(meeting: Meeting, inputs: Tensors, outputs: Tensors) -> WrongResult
 def _scattered(meeting: Meeting, inputs: Tensors, outputs: Tensors) -> WrongResult | None:
     """The results of all ranks together hold the sum of what all gave."""
     reduction = _reduction(meeting)
-    if reduction is None:
-        return None
+    if reduction is None or not all((*inputs.values(), *outputs.values())):
+        return None  # nothing told which, or the rows of a rank were lost when it was killed
     results = list(chain.from_iterable(outputs.values()))
     said = _not_summed(
         results, list(chain.from_iterable(inputs.values())), reduction, len(meeting.ranks)
