@@ -28,7 +28,7 @@ LAYERS: tuple[tuple[int, str, str], ...] = (
         "batches buffers choices collectives compilations environment fingerprint imports interning kernels memory neutral outcomes plans randomness rereading scopes sources spool storages values",
     ),
     (3, RECORDING, "boundaries checkpoint_digests mode naming options recorder"),
-    (2, READING, "align components contents layouts neighbours regions tokens"),
+    (2, READING, "align components contents deliveries layouts neighbours regions tokens"),
     (
         3,
         READING,

@@ -7,12 +7,14 @@ view ops that led to it. What was written piece by piece is known by its pieces.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
+from opdrift.deliveries import deliveries
 from opdrift.layouts import Layouts
 from opdrift.records import PENDING, TensorMeta
 from opdrift.regions import Regions
@@ -34,10 +36,12 @@ class States:
 
     Attributes:
         of: State of each value.
-        writer: Op index that brought the storage to this state; -1 for leaves.
+        writer: Op index that brought the storage to this state; -1 for leaves. Memory of a communication library was
+            filled by the collective whose result is copied out of it.
         before: The state of the same storage before it, -1 for the first one seen.
         first_read: Op index that first took a value of this state as input; the number of ops if none.
         base: The largest fingerprinted value in this state, -1 if none.
+        delivered: States of memory of a communication library, by the index of the collective that filled it.
     """
 
     of: Ints
@@ -45,6 +49,7 @@ class States:
     before: Ints
     first_read: Ints
     base: Ints
+    delivered: Mapping[int, Sequence[int]]
 
 
 class Contents:
@@ -380,9 +385,13 @@ def _states(trace: Trace) -> States:
     # An op that reads a state cannot have made it: it returned a view or passed its input on.
     writer = np.where((first_made >= 0) & (first_made < first_read), first_made, -1)
     writer[of[0]] = -1
+    delivered: dict[int, list[int]] = {}
+    for state, collective in list(deliveries(trace, of, writer, before)):
+        writer[state] = collective
+        delivered.setdefault(collective, []).append(state)
 
     base = np.full(count, -1, np.int64)
     known = np.flatnonzero(values.fingerprint >= 0)
     order = known[np.argsort(trace.fingerprints.n[values.fingerprint[known]], kind="stable")]
     base[of[order]] = order
-    return States(of, writer, before, first_read, base)
+    return States(of, writer, before, first_read, base, delivered)

@@ -42,7 +42,7 @@ def reaching(contents: Contents, values: Iterable[int], ops: Iterable[int] = ())
     whole = contents.whole.view(np.uint8).data
     live_value, live_state = bytearray(len(of)), bytearray(len(writer))
     live = bytearray(len(trace.ops))
-    inside = contents.regions.at
+    inside, delivered = contents.regions.at, states.delivered
     for value in values:
         live_value[value] = 1
         live_state[of[value]] = 1
@@ -53,6 +53,8 @@ def reaching(contents: Contents, values: Iterable[int], ops: Iterable[int] = ())
         for k in range(len(ins_at) - 2, -1, -1):
             op = start + k
             is_live = live[op]
+            if op in delivered:
+                is_live = is_live or any(live_state[state] for state in delivered[op])
             for value in outs[outs_at[k] : outs_at[k + 1]]:
                 state = of[value]
                 if writer[state] != op:
@@ -92,6 +94,9 @@ def made_from(contents: Contents, sources: Iterable[int]) -> tuple[bytearray, by
             given = given or start + k in reached
             if given and start + k in around:
                 reached.add(around[start + k].op)
+            if given and start + k in states.delivered:
+                for state in states.delivered[start + k]:
+                    state_is[state] = 1
             for value in outs[outs_at[k] : outs_at[k + 1]]:
                 state = of[value]
                 rest = before[state] if writer[state] == start + k and not whole[value] else -1

@@ -1,21 +1,24 @@
-"""A weight that was moved, and arrived as another one or lost what was written into it."""
+"""A weight that was moved or gathered, and arrived as another one or lost what was written into it, or whose shard changed."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from opdrift.case import Case
 from opdrift.causes.evidence import Evidence
+from opdrift.gathers import gather_findings
 from opdrift.moves import moves
 from opdrift.records import Cause, Finding
 from opdrift.steps import Steps
+from opdrift.tracefile.reader import Trace
 
 
 def moved(e: Evidence) -> Cause | None:
-    """What one run alone shows to be wrong with the moves of the weight that differs here."""
+    """What one run alone shows to be wrong with the moves and gathers of the weight that differs here."""
     if not e.size.material:
         return None
-    found = e.shared.once(_found)
+    found, shards = e.shared.once(_found), e.shared.once(_shards)
     values = (e.origin.values.left, e.origin.values.right)
     readers = (e.consumer().left, e.consumer().right)
     names = set(e.origin.names)
@@ -23,9 +26,13 @@ def moved(e: Evidence) -> Cause | None:
         if value is not None:
             names.update(leaf.name for leaf in side.leaves.of(value) if leaf.name)
     wrong = []
-    for (label, side, op), findings, reader in zip(e.sides, found, readers, strict=True):
+    each_side = zip(e.sides, found, shards, readers, strict=True)
+    for (label, side, op), findings, of_storage, reader in each_side:
         at = op if op is not None else reader
         before = None if at is None else side.seq(at)
+        if at is not None:  # what is sent to be gathered has the names of its parameters
+            read = side.trace.values.storage[side.trace.ops.inputs[at]].tolist()
+            names.update(name for storage in read for name in of_storage.get(storage, ()))
         wrong += [(label, f) for f in findings if f.name in names and _is_before(f, before)]
     if not wrong or len({label for label, _ in wrong}) > 1:
         return None  # it went wrong in both runs: that makes no difference
@@ -39,4 +46,21 @@ def _is_before(finding: Finding, seq: int | None) -> bool:
 
 def _found(case: Case) -> tuple[tuple[Finding, ...], tuple[Finding, ...]]:
     left, right = case.left.trace, case.right.trace
-    return tuple(moves(left, Steps(left).at)), tuple(moves(right, Steps(right).at))
+    return _wrong_in(left), _wrong_in(right)
+
+
+def _wrong_in(trace: Trace) -> tuple[Finding, ...]:
+    return (*moves(trace, Steps(trace).at), *gather_findings([trace]))
+
+
+def _shards(case: Case) -> tuple[Mapping[int, set[str]], Mapping[int, set[str]]]:
+    """Names of the parameters of which a storage holds this rank's part, per side."""
+    return _shards_of(case.left.trace), _shards_of(case.right.trace)
+
+
+def _shards_of(trace: Trace) -> Mapping[int, set[str]]:
+    found: dict[int, set[str]] = {}
+    for leaf in trace.leaves:
+        if leaf.kind == "shard" and leaf.name:
+            found.setdefault(int(trace.values.storage[leaf.value]), set()).add(leaf.name)
+    return found

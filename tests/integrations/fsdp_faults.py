@@ -1,0 +1,101 @@
+"""One of two processes that record trainings in which rank 1 goes wrong in the middle. Run by test_fsdp_compared.py."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fsdp_world import TOKENS, Net, fsdp1, fsdp2, local, poke
+from torch import nn
+
+import opdrift
+
+LATER = "layers.1.fc2.weight"
+
+
+@dataclass(frozen=True)
+class Run:
+    """Three steps and an inference; the faults are rank 1's, after the first step or in the second.
+
+    Attributes:
+        wrap: How the model is sharded; None for a plain one.
+        forward: What it does to the input of the second block's fc2 in the second step.
+        between: What it does to the model after the first step.
+        gradients: What it does to the gradients of the second step.
+        optimizer: "SGD" or "AdamW".
+        options: Of the wrapper.
+        record: Of the recorder.
+    """
+
+    wrap: Callable[..., nn.Module] | None = None
+    forward: Callable[[torch.Tensor], torch.Tensor] | None = None
+    between: Callable[[nn.Module], None] | None = None
+    gradients: Callable[[nn.Module], None] | None = None
+    optimizer: str = "SGD"
+    options: dict[str, Any] = field(default_factory=dict)
+    record: dict[str, Any] = field(default_factory=dict)
+
+
+def double(gradients_of: nn.Module) -> None:
+    dict(gradients_of.named_parameters())[LATER].grad.mul_(2)
+
+
+def add(model: nn.Module) -> None:
+    with torch.no_grad():
+        local(dict(model.named_parameters())[LATER]).add_(0.5)
+
+
+RUNS = {
+    "plain": Run(),
+    "fsdp1": Run(fsdp1),
+    "fsdp1-forward": Run(fsdp1, forward=lambda x: x * 1.5),
+    "fsdp2": Run(fsdp2),
+    "fsdp2-forward": Run(fsdp2, forward=lambda x: x * 1.5),
+    "fsdp2-poked": Run(fsdp2, between=lambda model: poke(local(model.layers[1].fc2.weight), 3)),
+    "fsdp2-added": Run(fsdp2, between=add),
+    "fsdp2-gradients": Run(fsdp2, gradients=double),
+}
+
+
+def run(case: Run, rank: int, trace: str) -> None:
+    torch.manual_seed(3)
+    model: nn.Module = Net()
+    steps = 0
+
+    def act(_: nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor] | None:
+        wrong = case.forward is not None and rank == 1 and steps == 1
+        return (case.forward(inputs[0]),) if wrong else None
+
+    model.layers[1].fc2.register_forward_pre_hook(act)
+    if case.wrap is not None:
+        model = case.wrap(model, **case.options)
+    optimizer = getattr(torch.optim, case.optimizer)(model.parameters(), lr=0.01)
+    with opdrift.record(trace, model=model, **case.record) as recorder:
+        for steps in range(3):  # `act` reads it
+            recorder.mark("step", step=steps)
+            optimizer.zero_grad()
+            model(TOKENS).float().square().mean().backward()
+            if case.gradients is not None and rank == 1 and steps == 1:
+                case.gradients(model)
+            optimizer.step()
+            if case.between is not None and rank == 1 and steps == 0:
+                case.between(model)
+        with torch.no_grad():
+            model(TOKENS)
+
+
+def main(rank: int, folder: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    for name, case in RUNS.items():
+        run(case, rank, str(folder / name))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,113 @@
+"""Sharded runs, compared: the rank that goes wrong is named, and what it did; the others receive it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import opdrift
+from opdrift.findings import findings
+from opdrift.records import Diagnosis
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All runs of fsdp_faults.py, recorded by two processes."""
+    found = tmp_path_factory.mktemp("faults")
+    here = Path(__file__).parent
+    roots = (here.parents[1] / "tracer", here.parents[1] / "integrations")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, roots)),
+        "OMP_NUM_THREADS": "1",
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, here / "fsdp_faults.py", str(rank), str(found)], env=environment
+        )
+        for rank in range(2)
+    ]
+    try:
+        assert [rank.wait(300) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return found
+
+
+Place = tuple[str | None, str, str]
+
+
+def first(diagnosis: Diagnosis) -> Place:
+    """Op (or name of a leaf), module and cause of the first difference."""
+    assert diagnosis.first is not None
+    return (
+        diagnosis.first.name or diagnosis.first.op,
+        diagnosis.first.module,
+        diagnosis.first.cause.slug,
+    )
+
+
+def by_rank(diagnosis: Diagnosis) -> dict[int, str]:
+    """What each rank's first difference is put down to."""
+    return {r: one.first.cause.slug for r, one in diagnosis.ranks.items() if one.first is not None}
+
+
+FC2 = "layers.1.fc2"
+ADDMM = "aten.addmm.default"
+#: left, right -> what rank 1 is found to have done, and through which collective rank 0 gets it.
+FAULTS: dict[tuple[str, str], tuple[Place, str]] = {
+    ("fsdp1", "fsdp1-forward"): ((ADDMM, FC2, "structure"), "reduce_scatter"),
+    ("fsdp2", "fsdp2-forward"): ((ADDMM, FC2, "structure"), "reduce_scatter"),
+    ("fsdp2", "fsdp2-poked"): (
+        ("fsdp.all_gather_copy_in.default", "layers.1", "race"),
+        "all_gather",
+    ),
+    ("fsdp2", "fsdp2-added"): (("aten.add_.Tensor", "", "inplace"), "all_gather"),
+    ("fsdp2", "fsdp2-gradients"): (("aten.mul_.Tensor", "", "inplace"), "all_gather"),
+}
+
+
+@pytest.mark.parametrize(("left", "right"), FAULTS)
+def test_a_rank_that_goes_wrong_is_named_and_the_other_receives_it(folder, left, right):
+    found = opdrift.diff(folder / left, folder / right)
+
+    place, through = FAULTS[left, right]
+    assert found.left.rank == 1
+    assert first(found) == place
+    assert by_rank(found) == {0: "other-rank", 1: place[2]}
+    assert found.notes[-1].startswith(
+        f"rank 1 originates the difference; rank 0 receives it through {through} "
+    )
+
+
+def test_a_shard_that_was_written_past_the_dispatcher_is_named_with_the_element(folder):
+    cause = opdrift.diff(folder / "fsdp2", folder / "fsdp2-poked").causes[0]
+
+    assert cause.summary.startswith("in the right run, layers.1.fc2.weight: this rank's shard")
+    assert any(line.startswith("one element differs: ") for line in cause.evidence)
+
+
+#: Runs without a fault that a single run would show.
+RIGHT = ("plain", "fsdp1", "fsdp2")
+
+
+@pytest.mark.parametrize("case", RIGHT)
+def test_right_runs_have_no_findings(folder, case):
+    assert list(findings([opdrift.load(folder / case, rank=rank) for rank in (0, 1)])) == []
+
+
+@pytest.mark.parametrize(("left", "right"), [("plain", "fsdp1"), ("plain", "fsdp2")])
+def test_right_runs_are_identical(folder, left, right):
+    found = opdrift.diff(folder / left, folder / right)
+
+    assert {rank: one.verdict for rank, one in found.ranks.items()} == {
+        0: "identical",
+        1: "identical",
+    }
