@@ -9,6 +9,7 @@ from opdrift.diagnose.answer import diagnose
 from opdrift.diagnose.by_rank import of_one_rank, of_ranks
 from opdrift.errors import IncomparableTracesError
 from opdrift.records import Diagnosis
+from opdrift.render.card import headline
 from opdrift.testing import Builder, collective
 from opdrift.tracefile.reader import Trace
 
@@ -108,7 +109,7 @@ def test_a_difference_after_the_last_collective_belongs_to_its_rank():
         2,
         {0: "identical", 1: "identical", 2: "diverged"},
     )
-    assert "compared rank by rank; this is rank 2 of 0, 1, 2" in diagnosis.notes
+    assert "compared ranks 0, 1 and 2, rank by rank; this is rank 2" in diagnosis.notes
 
 
 def test_what_comes_before_a_collective_comes_first():
@@ -155,3 +156,26 @@ def test_a_rank_that_ended_early_leaves_the_answer_open():
         compared(ranks(), ranks(lost=1))
     diagnosis = compared(ranks(), ranks(lost=1, own="2"))
     assert any(note.startswith("rank 1 could not be compared: ") for note in diagnosis.notes)
+
+
+def test_a_run_of_one_process_has_no_rank_to_name():
+    """The heading names that of the distributed run."""
+    build = Builder()
+    x = build.leaf("x", kind="input")
+    build.output(build.op("mm", x, build.leaf("a.weight", content="a 0"), change="*"))
+
+    diagnosis = compared({0: build.build()}, ranks(size=2))
+
+    assert headline(diagnosis).endswith(" (rank 0 of 2)")
+    assert "only rank 0 could be compared" in diagnosis.notes
+
+
+def test_a_leaf_without_a_name_is_called_so():
+    left, right = Builder(), Builder()
+    for build, content in ((left, "a"), (right, "b")):
+        x = build.leaf("", kind="constant", when="use", content=content)
+        build.output(build.op("neg", x))
+
+    found = diagnose(left.build(), right.build())
+
+    assert headline(found) == "diverged: before the first op: a tensor without a name differs"

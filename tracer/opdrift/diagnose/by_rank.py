@@ -126,7 +126,9 @@ def _said(told: Mapping[int, Diagnosis], handed: Mapping[int, Received], best: i
             else "no compared rank originates the difference"
         )
         return [f"{start}; {', '.join(receivers)}"]
-    return [f"compared rank by rank; this is rank {best} of {', '.join(map(str, ranks))}"]
+    if len(ranks) == 1:
+        return [f"only {listed(ranks)} could be compared"]
+    return [f"compared {listed(ranks)}, rank by rank; this is rank {best}"]
 
 
 def _uneven(left: Mapping[int, Trace], right: Mapping[int, Trace]) -> list[str]:

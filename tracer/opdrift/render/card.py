@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from opdrift.records import (
     ACROSS_RANKS,
@@ -42,6 +42,10 @@ class Field:
     tone: Tone = "plain"
 
 
+#: What a leaf is called that has no name.
+NAMELESS: Final = "a tensor without a name"
+
+
 def headline(diagnosis: Diagnosis) -> str:
     """The verdict and the place, in one sentence."""
     if diagnosis.verdict == "identical" and diagnosis.alignment.method == ACROSS_RANKS:
@@ -55,9 +59,7 @@ def headline(diagnosis: Diagnosis) -> str:
     place = (
         _place(shown, diagnosis.left, diagnosis.right) if shown is not None else "at the outputs"
     )
-    ranks = (
-        f" (rank {diagnosis.left.rank} of {diagnosis.left.world_size})" if diagnosis.ranks else ""
-    )
+    ranks = f" ({_rank(diagnosis)})" if diagnosis.ranks else ""
     if shown is not None and shown.ranks is not None:
         ranks = f" ({_between(shown.ranks)})"
     if diagnosis.verdict == "rounding":
@@ -65,6 +67,13 @@ def headline(diagnosis: Diagnosis) -> str:
         reach = f", {size(final)} at the output" if final is not None else ""
         return f"rounding only: the runs first differ {place}{ranks}{reach}"
     return f"diverged: {place}{ranks}"
+
+
+def _rank(diagnosis: Diagnosis) -> str:
+    """`rank 1 of 2`: of the distributed run, where the other one is a single process."""
+    sides = (diagnosis.left, diagnosis.right)
+    size, rank = max((one.world_size or 1, one.rank or 0) for one in sides)
+    return f"rank {rank} of {size}"
 
 
 def _between(ranks: Sides[tuple[int, ...]]) -> str:
@@ -102,12 +111,12 @@ def _place(first: Divergence, left: TraceSummary, right: TraceSummary) -> str:
         # an input of a later call came when ops had run already
         late = first.call > 0 and first.cause.slug == "input"
         where = f"at op {at(first.seq, left, right)}" if late else "before the first op"
-        return f"{where}: {name(first.name or '')}{more} {verb}"
+        return f"{where}: {name(first.name or NAMELESS)}{more} {verb}"
     # an optimizer's step is neither forward nor backward
     phase = None if first.outside and first.phase == "forward" else first.phase
     where = f"at op {at(first.seq, left, right, phase=phase)}"
     if first.kind == "hidden-write":
-        content = first.name or first.content or "a tensor without a name"
+        content = first.name or first.content or NAMELESS
         return f"{where}: {name(content)} changed, and no recorded op wrote it"
     if first.kind == "structure":
         if first.ranks is not None:
@@ -173,7 +182,7 @@ def _where(first: Divergence, module_type: str | None) -> Field:
     if first.name is not None and first.kind in ("leaf", "hidden-write"):
         verb = "first used" if first.kind == "leaf" else "read"
         used = [f"{verb} by {name(first.op)} in {module}{call}"] if first.op else []
-        lines = [name(first.name), *used]
+        lines = [name(first.name or NAMELESS), *used]
     elif first.content is not None:
         used = [f"read by {name(first.op)}{_seqs(first.seq)} in {module}{call}"] if first.op else []
         lines = [name(first.content), *used]

@@ -152,7 +152,7 @@ def _short_place(one: Diagnosis) -> str:
     if shown.cause.slug == "other-rank":
         return readable(shown.cause.summary)
     if shown.kind == "leaf":
-        return name(shown.name or "")
+        return name(shown.name or card.NAMELESS)
     return f"op {card.at(shown.seq, one.left, one.right)}, {name(shown.op or '')} in {scope(shown.module)}"
 
 
