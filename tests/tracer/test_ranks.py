@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -288,3 +290,59 @@ def test_a_rank_that_is_killed_is_told_by_the_other_one(runs: Path):
     other = opdrift.load(runs / "killed.trace", rank=0)
     assert other.footer is not None
     assert (other.complete, other.footer.ended, other.footer.failures) == (True, "raised", ())
+
+
+# ---- started by torch's launcher -----------------------------------------------------------------------
+
+LAUNCHED = """
+    import warnings, torch, opdrift
+    import torch.distributed as dist
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    x = torch.ones(8)
+    with opdrift.record("right.trace"):
+        dist.all_reduce(x)
+    with opdrift.record("raised.trace"):
+        dist.all_reduce(x)
+        if dist.get_rank() == 1:
+            raise ValueError("no batch left")
+        dist.all_reduce(x)
+"""
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A program of two ranks that `python -m torch.distributed.run` started, and one of which raised."""
+    folder = tmp_path_factory.mktemp("launched")
+    (folder / "train.py").write_text(textwrap.dedent(LAUNCHED))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]  # fmt: skip
+    sources = os.pathsep.join([str(ROOT / "tracer"), str(ROOT / "integrations")])
+    done = subprocess.run(
+        command, cwd=folder, env={**os.environ, "PYTHONPATH": sources, "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert "ValueError: no batch left" in done.stderr, done.stderr
+    return folder
+
+
+@pytest.mark.slow
+def test_the_launcher_s_ranks_have_a_folder_each(launched: Path):
+    """The rank and the world's size are those of the process group."""
+    folders = rank_folders(launched / "right.trace")
+
+    traces = [opdrift.load(folder) for folder in folders.values()]
+
+    assert [folder.name for folder in folders.values()] == ["rank-00000", "rank-00001"]
+    assert [(t.header.rank, t.header.world_size, t.complete) for t in traces] == [(0, 2, True), (1, 2, True)]  # fmt: skip
+    assert found_in(launched / "right.trace") == []
+
+
+@pytest.mark.slow
+def test_of_ranks_that_a_launcher_ended_the_one_that_raised_is_told(launched: Path):
+    """The launcher kills the others, or they raise themselves as it is gone: that follows from it."""
+    (found,) = found_in(launched / "raised.trace")
+
+    assert (found.kind, found.rank) == ("rank-ended", 1)
+    assert found.cause.summary.startswith("rank 1 ended with ValueError at ")
+    assert found.cause.summary.endswith("train.py:13 in <module>: no batch left")

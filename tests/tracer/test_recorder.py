@@ -75,6 +75,22 @@ def test_an_error_of_the_program_is_in_the_trace(path: Path):
     assert (footer.ended, footer.exception) == ("raised", "KeyError: 'mine'")
 
 
+def test_the_line_of_an_error_is_the_innermost_of_the_program(path: Path):
+    """What a library does below it is not the program's."""
+
+    def multiply() -> None:
+        torch.nn.functional.linear(torch.ones(2, 3), torch.ones(2, 4))
+
+    with pytest.raises(RuntimeError), opdrift.record(path):
+        multiply()
+
+    footer = opdrift.load(path).footer
+    assert footer is not None
+    assert footer.raised_at is not None
+    line = multiply.__code__.co_firstlineno + 1
+    assert footer.raised_at.startswith(f"{__file__}:{line} in test_the_line_of_an_error")
+
+
 # ---- an error while opening ------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ from opdrift.findings import findings
 from opdrift.testing import Builder, collective
 from opdrift.tracefile.reader import Trace
 from opdrift.world import World
+from opdrift.world.ends import first_ends
 from opdrift.world.results import minority, wrong_results
 
 
@@ -238,7 +239,87 @@ def test_a_rank_that_ended_is_told_with_what_the_others_waited_in():
     (found,) = findings([left.build(), right.build()])
 
     assert (found.kind, found.cause.slug, found.rank) == ("rank-ended", "rank-ended", 1)
-    assert any("it waited in all_reduce 2 of group 0" in line for line in found.cause.evidence)
+    assert any("rank 0 waited in all_reduce 2 of group 0" in line for line in found.cause.evidence)
+
+
+A, B = {"group": "a", "ranks": [0, 1]}, {"group": "b", "ranks": [1, 2]}
+CLOSED = {"exception": "RuntimeError: Connection closed by peer", "raised_at": "train.py:9 in main"}
+
+
+def run_of(*ranks: tuple[Callable[[Builder], None], dict[str, Any]]) -> list[Trace]:
+    """One trace a rank, each with how it ended."""
+    builders = [Builder(rank=r, world_size=len(ranks), **end) for r, (_, end) in enumerate(ranks)]
+    for build, (body, _) in zip(builders, ranks, strict=True):
+        body(build)
+    return [build.build() for build in builders]
+
+
+def test_a_rank_that_raised_is_told_with_its_exception_and_line():
+    """What the other rank raised, as its neighbour was gone, is a consequence, and told as one."""
+    mine = {"exception": "ValueError: no batch left", "raised_at": "data.py:7 in load"}
+
+    (found,) = findings(run_of((issues({}, {}), CLOSED), (issues({}), mine)))
+
+    assert (found.kind, found.rank, found.cause.confidence) == ("rank-ended", 1, "certain")
+    assert found.cause.summary == "rank 1 ended with ValueError at data.py:7 in load: no batch left"
+    assert found.cause.evidence == (
+        "its last op is aten.relu.default (op 1)",
+        "the last collective that it issued is all_reduce of float32[8] by SUM, op 1",
+        "rank 0 waited in all_reduce 2 of group 0 (op 2), which rank 1 never issued, and raised"
+        " RuntimeError: Connection closed by peer",
+    )
+    assert found.cause.try_ == (
+        "Look at what rank 1 raised at data.py:7 in load: what the others ended with follows from it."
+    )
+
+
+def test_a_rank_that_its_launcher_killed_follows_from_the_one_that_raised():
+    """It waited for that one; its own trace was not closed either."""
+    mine = {"exception": "ValueError: no batch left"}
+    traces = run_of((issues({}, {}), {"complete": False}), (issues({}), mine))
+
+    assert said(traces) == [("rank-ended", "rank-ended", 1)]
+
+
+def test_the_end_at_the_bottom_of_a_chain_is_told():
+    """Rank 0 waits for 1 in one group, 1 for 2 in another: rank 2 was killed."""
+    traces = run_of((issues(A), CLOSED), (issues(B), CLOSED), (issues(), {"complete": False}))
+
+    assert said(traces) == [("rank-ended", "rank-ended", 2)]
+
+
+def test_ranks_that_wait_for_each_other_disagree_about_the_order():
+    """Each ends in its own collective: no end comes first."""
+    other = {"group": "1"}
+    traces = run_of((issues({}), CLOSED), (issues(other), CLOSED))
+
+    assert {kind for kind, *_ in said(traces)} == {"collective"}
+
+
+def test_a_rank_that_raised_comes_before_those_that_were_killed_with_it():
+    """Nobody had come to wait for anyone when the launcher ended the others."""
+    mine = {"exception": "ValueError: no batch left"}
+    traces = run_of((issues({}), {"complete": False}), (issues({}), mine))
+
+    found = [end.rank for end in first_ends(World(traces))]
+
+    assert found == [1, 0]
+
+
+def test_ranks_that_all_leave_by_an_exception_are_no_finding():
+    """`sys.exit(0)` at the end of a program: nobody waits for anybody."""
+    end = {"exception": "SystemExit: 0"}
+
+    assert said(run_of((issues({}), end), (issues({}), end))) == []
+
+
+@pytest.mark.parametrize("end", [{}, {"exception": "SystemExit: 0"}])
+def test_a_rank_that_left_by_itself_is_asked_to_end_with_the_others(end: dict[str, Any]):
+    """It had fewer batches, and broke out of its loop or left the program."""
+    (found,) = findings(run_of((issues({}, {}), CLOSED), (issues({}), end)))
+
+    assert found.rank == 1
+    assert "give every rank as many steps" in found.cause.try_
 
 
 def test_one_rank_by_itself_tells_nothing_of_others():

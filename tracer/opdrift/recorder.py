@@ -43,7 +43,7 @@ from opdrift.options import Options, check_options, check_tensor, check_text, fi
 from opdrift.plugins import Integration, OwnsParameters, SeesCalls, installed_integrations
 from opdrift.records import TRACE_SCHEMA, Batch
 from opdrift.scopes import Scopes, name_arguments, walk
-from opdrift.sources import Sources
+from opdrift.sources import Sources, raised_at
 from opdrift.spool import FLUSH_NS, Spool
 from opdrift.tracefile.writer import TraceWriter, claim
 from opdrift.values import Values
@@ -345,6 +345,7 @@ class Recorder:
             "ops": self._spool.ops_written,
             "ended": "ok" if error is None else "raised",
             "exception": None if error is None else f"{type(error).__name__}: {error}"[:2000],
+            "raised_at": None if error is None else raised_at(error),
             "failures": [
                 {"where": where, "error": what, "count": count}
                 for (where, what), count in self._failures.items()

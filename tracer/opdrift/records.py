@@ -261,12 +261,14 @@ class Header:
 class Footer:
     """How the run ended; absent when the process was killed.
 
+    `raised_at` is the innermost line of the program that the exception came through; None where that is not known.
     `failures` are the tracer's own, one entry a place: {"where", "error", "count"}.
     """
 
     ops: int
     ended: Literal["ok", "raised"]
     exception: str | None
+    raised_at: str | None
     failures: tuple[Mapping[str, Any], ...]
     notes: tuple[str, ...]
 

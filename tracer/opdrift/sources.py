@@ -54,6 +54,18 @@ def _is_library(filename: str) -> bool:
     return integration or filename.startswith(_LIBRARY) or filename.endswith(_FORWARD_WRAPPER)
 
 
+def raised_at(error: BaseException) -> str | None:
+    """`file:line in function` of the innermost line outside libraries that an exception came through."""
+    found = None
+    trace = error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if CodeEntry(code).lines is not None:
+            found = f"{code.co_filename}:{trace.tb_lineno} in {code.co_qualname}"
+        trace = trace.tb_next
+    return found
+
+
 def _nothing() -> None:
     """What happens at a new line by default."""
 

@@ -27,7 +27,6 @@ from opdrift.records import (
 from opdrift.tracefile.opening import load, rank_folders
 from opdrift.tracefile.reader import Trace
 from opdrift.world.causes import (
-    has_ended,
     listed,
     of_disagreement,
     of_end,
@@ -35,7 +34,8 @@ from opdrift.world.causes import (
     of_wrong_result,
 )
 from opdrift.world.collectives import Collective, Disagreement, World
-from opdrift.world.findings import grouped, odd_ones
+from opdrift.world.ends import first_ends
+from opdrift.world.findings import follows_from_an_end, grouped, odd_ones
 from opdrift.world.replicas import Replicas, Split
 from opdrift.world.results import WrongResult, unread, wrong_results
 
@@ -130,8 +130,7 @@ class _Check:
             yield self._of_split(group)
         for wrong in wrong_results(self.world):
             yield self._of_result(wrong)
-        for disagreement in self.world.disagreements:
-            yield self._of_disagreement(disagreement)
+        yield from self._disagreements()
         for finding in gather_findings(list(self.world.traces.values())):
             yield self._of_gather(finding)
 
@@ -196,14 +195,22 @@ class _Check:
             of_wrong_result(wrong), wrong.meeting.members, ranks, Sides(usual, wrong.ranks), "op"
         )
 
-    def _of_disagreement(self, found: Disagreement) -> _Placed:
-        odd = odd_ones(found)
+    def _disagreements(self) -> Iterator[_Placed]:
+        """What ranks ask of a collective, and ranks that ended while others waited for them."""
+        first = first_ends(self.world)
+        told: set[int] = set()
+        for found in self.world.disagreements:
+            if not follows_from_an_end(found, self.world, first):
+                odd = odd_ones(found)
+                yield self._of_disagreement(found, odd, of_disagreement(self.world, found, odd))
+                continue
+            end = next((each for each in first if each.rank in found.absent), None)
+            if end is not None and end.rank not in told:
+                told.add(end.rank)
+                yield self._of_disagreement(found, (end.rank,), of_end(self.world, end))
+
+    def _of_disagreement(self, found: Disagreement, odd: tuple[int, ...], cause: Cause) -> _Placed:
         usual = tuple(rank for rank in found.members if rank not in odd) or odd
-        traces = self.world.traces
-        died = next((rank for rank in found.absent if has_ended(traces[rank])), None)
-        cause = (
-            of_disagreement(self.world, found, odd) if died is None else of_end(self.world, died)
-        )
         return self._of_parts(
             cause, found.members, Sides(usual[0], odd[0]), Sides(usual, odd), "structure"
         )

@@ -119,6 +119,8 @@ def _place(first: Divergence, left: TraceSummary, right: TraceSummary) -> str:
         content = first.name or first.content or NAMELESS
         return f"{where}: {name(content)} changed, and no recorded op wrote it"
     if first.kind == "structure":
+        if first.cause.slug == "rank-ended":
+            return f"{where}: others waited for a rank that had ended"
         if first.ranks is not None:
             return f"{where}: the ranks do different things in {_scope(first)}"
         if not first.material:

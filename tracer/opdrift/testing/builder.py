@@ -122,6 +122,7 @@ class Builder:
         fingerprint: Kind of the fingerprints.
         complete: False leaves out the footer, as after a kill.
         exception: What the body of the `with` raised.
+        raised_at: Where in the program: `file:line in function`.
         rank: Of a distributed run.
         world_size: How many ranks such a run has.
     """
@@ -137,6 +138,7 @@ class Builder:
         fingerprint: str = "tfp1",
         complete: bool = True,
         exception: str | None = None,
+        raised_at: str | None = None,
         rank: int | None = None,
         world_size: int = 2,
     ) -> None:
@@ -161,6 +163,7 @@ class Builder:
         self._device = device
         self._complete = complete
         self._exception = exception
+        self._raised_at = raised_at
         self._values: list[_Value] = []
         self._rows: dict[str, list[dict[str, Any]]] = {name: [] for name in TABLES}
         self._names: dict[tuple[str, str], int] = {}
@@ -357,6 +360,7 @@ class Builder:
             ops=len(self._rows["ops"]),
             ended="ok" if self._exception is None else "raised",
             exception=self._exception,
+            raised_at=self._raised_at,
             failures=(),
             notes=(),
         )

@@ -163,6 +163,7 @@ def _footer(folder: Path) -> tuple[Footer | None, str | None]:
             data["ops"],
             data["ended"],
             data["exception"],
+            data.get("raised_at"),  # a later addition
             tuple(data["failures"]),
             tuple(data["notes"]),
         ), None

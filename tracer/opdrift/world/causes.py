@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from textwrap import shorten
 from typing import Final
@@ -10,9 +11,10 @@ from opdrift.causes.evidence import some
 from opdrift.compare import describe, difference
 from opdrift.contents import Contents
 from opdrift.provenance import Lineage, Provenance
-from opdrift.records import Cause, Op
+from opdrift.records import RAISED, Cause, Op
 from opdrift.tracefile.reader import Trace
 from opdrift.world.collectives import Collective, Disagreement, World
+from opdrift.world.ends import End
 from opdrift.world.loads import LoadedDifferently
 from opdrift.world.replicas import Replicas, Split
 from opdrift.world.results import WrongResult
@@ -25,6 +27,9 @@ _BACK: Final = 32
 _SAME_ORDER: Final = (
     "Let every rank issue the same collectives in the same order, on tensors of one size and dtype: look for a branch"
     " on the rank or on a rank's own data around this line."
+)
+_TOGETHER: Final = (
+    "give every rank as many steps (batches), or use DistributedDataParallel's join()"
 )
 
 
@@ -65,7 +70,13 @@ def of_disagreement(world: World, found: Disagreement, odd: Sequence[int]) -> Ca
         evidence.append(
             "nothing raises an error for this: the bytes are taken for what they are not"
         )
-    return Cause("collective", "certain", summary, tuple(evidence), _SAME_ORDER)
+    closed = all(_ended_well(world.traces[rank]) for rank in found.absent)
+    remedy = (
+        f"Let {listed(odd)} come to the end together with the others: {_TOGETHER}."
+        if found.absent and closed
+        else _SAME_ORDER
+    )
+    return Cause("collective", "certain", summary, tuple(evidence), remedy)
 
 
 _ABOUT: Final = {
@@ -82,11 +93,6 @@ def _where(part: Collective) -> str:
     return f"op {part.seq}{line}"
 
 
-def has_ended(trace: Trace) -> bool:
-    """Whether a rank's process ended, or still runs, with its trace open."""
-    return trace.footer is None
-
-
 def _ended_well(trace: Trace) -> bool:
     return trace.footer is not None and trace.footer.ended == "ok"
 
@@ -100,39 +106,63 @@ def _ending(trace: Trace) -> str:
     return "ended by itself"
 
 
-def of_end(world: World, rank: int) -> Cause:
-    """A rank's trace was not closed: it was killed, or died in a collective."""
-    trace = world.traces[rank]
+def of_end(world: World, end: End) -> Cause:
+    """A rank was killed or died, or an exception ended it, and the others were left without it."""
+    trace, rank = world.traces[end.rank], end.rank
     issued = world.collectives[rank]
-    last = issued[-1] if issued else None
-    summary = f"rank {rank} ended in the middle of the run"
-    evidence = [f"its trace is {trace.incomplete}"]
+    evidence = []
+    if issued:
+        evidence.append(
+            f"the last collective that it issued is {issued[-1].asked}, {_where(issued[-1])}"
+        )
+    evidence += [_left_alone(world, rank, other) for other in world.traces if other != rank]
+    footer = trace.footer
+    if footer is None:
+        summary = f"rank {rank} ended in the middle of the run"
+        if issued:
+            summary += f", in or after {issued[-1].place}"
+        return Cause(
+            "rank-ended",
+            "likely",
+            summary,
+            (f"its trace is {trace.incomplete}", *evidence),
+            f"Read the last lines that rank {rank} wrote to stderr; a rank that is killed from outside (out of memory, a"
+            f" signal) says nothing. Its last ops: `opdrift show {shlex.quote(str(trace.path))}`.",
+        )
+    kind, _, message = (footer.exception or "an exception").partition(": ")
+    place = f" at {footer.raised_at}" if footer.raised_at is not None else ""
+    message = f": {shorten(message, _LONGEST, placeholder=' ...')}" if message else ""
+    last = last_op(trace)
     if last is not None:
-        summary += f", in or after {last.place}"
-        evidence.append(f"the last collective that it issued is {last.asked}, {_where(last)}")
-    for other, each in world.traces.items():
-        if other != rank:
-            waiting = _waiting_for(world, other, rank)
-            wait = (
-                f"; it waited in {waiting.place}, which rank {rank} never issued" if waiting else ""
-            )
-            evidence.append(f"rank {other} {_ending(each)}{wait}")
+        where = f" at {last.source}" if last.source is not None else ""
+        within = "raised in" if last.flags & RAISED else "its last op is"
+        evidence.insert(0, f"{within} {last.name} (op {last.seq}){where}")
     return Cause(
         "rank-ended",
-        "likely",
-        summary,
+        "certain",
+        f"rank {rank} ended with {kind}{place}{message}",
         tuple(evidence),
-        f"Read the last lines that rank {rank} wrote to stderr; a rank that is killed from outside (out of memory, a"
-        f" signal) says nothing. Its last ops: `opdrift show {trace.path}`.",
+        f"Let rank {rank} end together with the others: {_TOGETHER}."
+        if kind == "SystemExit"
+        else f"Look at what rank {rank} raised{place}: what the others ended with follows from it.",
     )
 
 
-def _waiting_for(world: World, waiting: int, rank: int) -> Collective | None:
-    """The collective that a rank issued and another one never did."""
+def last_op(trace: Trace) -> Op | None:
+    """The last op of a trace; None if it has none."""
+    return trace.op(len(trace.ops) - 1) if len(trace.ops) else None
+
+
+def _left_alone(world: World, rank: int, other: int) -> str:
+    """How another rank ended, and where it waited for this one."""
     for each in world.disagreements:
-        if each.about == "missing" and rank in each.absent and waiting in each.members:
-            return each.members[waiting]
-    return None
+        if each.about == "missing" and rank in each.absent and other in each.members:
+            part = each.members[other]
+            return (
+                f"rank {other} waited in {part.place} ({_where(part)}), which rank {rank} never issued, and"
+                f" {_ending(world.traces[other])}"
+            )
+    return f"rank {other} {_ending(world.traces[other])}"
 
 
 def of_wrong_result(wrong: WrongResult) -> Cause:

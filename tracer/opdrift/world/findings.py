@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from opdrift.records import Cause, Finding
+from opdrift.records import RAISED, Cause, Finding
 from opdrift.steps import Steps
 from opdrift.tracefile.reader import Trace
 from opdrift.world.causes import (
-    has_ended,
+    last_op,
     of_disagreement,
     of_end,
     of_loads,
@@ -16,6 +16,7 @@ from opdrift.world.causes import (
     of_wrong_result,
 )
 from opdrift.world.collectives import Collective, Disagreement, World
+from opdrift.world.ends import End, ends, first_ends
 from opdrift.world.handed import given
 from opdrift.world.loads import loaded_differently
 from opdrift.world.replicas import Replicas, Split
@@ -26,17 +27,12 @@ def world_findings(world: World) -> Iterator[Finding]:
     """Collectives that disagree or went wrong, replicas that differ, ranks that ended early."""
     if len(world.traces) < 2:
         return
-    ended = tuple(rank for rank, trace in world.traces.items() if has_ended(trace))
-    for rank in ended:
-        if _died_in(world, rank):
-            continue  # of that the disagreement tells
-        trace = world.traces[rank]
-        last = int(trace.ops.seq[-1]) if len(trace.ops) else None
-        yield _finding("rank-ended", of_end(world, rank), trace, seq=last)
+    first = [end for end in first_ends(world) if not _died_in(world, end.rank)]
+    for end in first:
+        yield _end(world, end)
     for disagreement in world.disagreements:
-        if disagreement.about == "missing" and set(disagreement.absent) <= set(ended):
-            continue  # they are told of above
-        yield _disagreement(world, disagreement)
+        if not follows_from_an_end(disagreement, world, first):
+            yield _disagreement(world, disagreement)
     for wrong in wrong_results(world):
         yield _wrong_result(world, wrong)
     replicas = Replicas(world)
@@ -58,6 +54,28 @@ def _died_in(world: World, rank: int) -> bool:
     """Whether a rank's last collective is one that the ranks do not agree about."""
     issued = world.collectives[rank]
     return bool(issued) and any(d.members.get(rank) is issued[-1] for d in world.disagreements)
+
+
+def follows_from_an_end(found: Disagreement, world: World, first: Sequence[End]) -> bool:
+    """Whether ranks lack a collective because one of them ended, or waited elsewhere for one that did."""
+    if found.about != "missing" or not first:
+        return False
+    ended, all_ends = {end.rank for end in first}, ends(world)
+    return all(rank in ended or all_ends[rank].follows for rank in found.absent)
+
+
+def _end(world: World, end: End) -> Finding:
+    trace = world.traces[end.rank]
+    last = last_op(trace)
+    raised = last if last is not None and last.flags & RAISED else None
+    return _finding(
+        "rank-ended",
+        of_end(world, end),
+        trace,
+        seq=last.seq if last is not None else None,
+        op=raised.name if raised is not None else None,
+        module=raised.call.path if raised is not None else "",
+    )
 
 
 def without_handed(world: World, found: Sequence[Finding]) -> list[Finding]:
