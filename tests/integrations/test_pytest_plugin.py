@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,146 @@ def test_a_failure_shows_the_card_and_none_of_our_code(suite: subprocess.Complet
 def test_the_documentation_shows_what_is_printed(suite: subprocess.CompletedProcess[str]):
     printed = [line.rstrip() for line in suite.stdout.splitlines()]
     shown = [line for line in blocks("console")[0].splitlines() if line[:1] in (">", "E")]
+
+    assert len(shown) > 10
+    assert [line for line in shown if line not in printed] == []
+
+
+#: Runs of one process after another with what they are told: (EPS, options). Workers of xdist are processes of their own.
+KEPT = """
+import os, sys, pytest
+runs = [
+    ("1e-5", []),
+    ("1e-5", ["--opdrift-update", "-n", "1"]),
+    ("1e-5", []),
+    ("1e-3", []),
+    ("1e-5", ["--opdrift-update"]),
+]
+for eps, options in runs:
+    os.environ["EPS"] = eps
+    print("==== run", flush=True)
+    status = pytest.main(["-W", "error", "-p", "no:cacheprovider", *options])
+    print("status", int(status), flush=True)
+"""
+ODD = """
+import pytest
+import torch
+
+
+class TestAttention:
+    @pytest.mark.parametrize("case", ["a/b", "a b"])
+    def test_odd_names(self, case, opdrift_golden):
+        with opdrift_golden("first"):
+            torch.ones(2) + 1
+        with opdrift_golden("second", allow="nothing", rtol=None, atol=None, integrations=()):
+            torch.ones(2) * 2
+
+
+def test_bodies_that_raise(opdrift_golden, request):
+    if request.config.getoption("--opdrift-update"):
+        with pytest.raises(ZeroDivisionError), opdrift_golden():
+            torch.ones(2) / (1 // 0)
+    assert not (request.path.parent / "opdrift-goldens" / "test_odd" / "test_bodies_that_raise.trace.zip").exists()
+
+
+def test_one_name_for_two_runs(opdrift_golden):
+    opdrift_golden("twice")
+    with pytest.raises(Exception, match="give each of its runs a name of its own"):
+        opdrift_golden("twice")
+
+
+def test_wrong_options(opdrift_golden):
+    with pytest.raises(Exception, match="choose one of 'nothing', 'rounding'"):
+        opdrift_golden(allow="all")
+    with pytest.raises(Exception, match="no name of a folder"):
+        opdrift_golden("a/b")
+"""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What the five runs above printed, and the folder in which they ran."""
+
+    printed: list[str]
+    folder: Path
+
+    def failures(self, number: int) -> list[str]:
+        lines = self.printed[number].splitlines()
+        return [line.split(" - ")[0] for line in lines if line.startswith("FAILED ")]
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Kept:
+    folder = tmp_path_factory.mktemp("kept")
+    example = blocks("python")[1].replace(
+        "encoder()", 'encoder(float(__import__("os").environ["EPS"]))'
+    )
+    (folder / "test_encoder.py").write_text(example)
+    (folder / "test_odd.py").write_text(ODD)
+    done = subprocess.run(
+        [sys.executable, "-c", KEPT],
+        cwd=folder,
+        env={**os.environ, "COLUMNS": "100"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    printed = done.stdout.split("==== run\n")[1:]
+    assert len(printed) == 5, done.stderr
+    return Kept(printed, folder)
+
+
+def test_a_test_without_a_golden_fails_and_says_how_to_make_one(kept: Kept):
+    """Its block does not even run; tests that compare nothing pass."""
+    assert len(kept.failures(0)) == 3
+    assert "3 failed, 3 passed" in kept.printed[0]
+    assert "Traceback" not in kept.printed[0]
+
+
+def test_update_writes_goldens_and_says_how_large_they_are(kept: Kept):
+    """Under xdist, too: what its workers wrote is told by the main process."""
+    files = {path.relative_to(kept.folder) for path in kept.folder.rglob("*.zip")}
+
+    assert "6 passed" in kept.printed[1]
+    assert {path.parent.as_posix() for path in files} == {
+        "opdrift-goldens/test_encoder",
+        "opdrift-goldens/test_odd",
+    }
+    assert len(files) == 5
+    assert all(
+        re.search(rf"{re.escape(str(path))}: \d+ ops, [\d,]+ bytes", kept.printed[1])
+        for path in files
+    )
+
+
+def test_a_run_that_computes_what_it_did_passes(kept: Kept):
+    assert "6 passed" in kept.printed[2]
+    assert "opdrift goldens" not in kept.printed[2]
+
+
+def test_a_changed_model_fails_with_the_report(kept: Kept):
+    assert kept.failures(3) == ["FAILED test_encoder.py::test_the_encoder_computes_what_it_did"]
+    assert "pytest_plugin.py" not in kept.printed[3]
+    assert "assertions.py" not in kept.printed[3]
+
+
+def test_an_update_leaves_goldens_that_are_current_as_they_are(kept: Kept):
+    assert kept.printed[4].count(": unchanged\n") == 5
+
+
+def test_the_documentation_shows_what_is_printed_of_goldens(kept: Kept):
+    printed = {
+        re.sub(r"[\d,]+ bytes", "", line.rstrip())
+        for run in kept.printed
+        for line in run.splitlines()
+    }
+    pages = "".join(blocks("console")[1:])
+    shown = [
+        re.sub(r"[\d,]+ bytes", "", line)
+        for line in pages.splitlines()
+        if not line.startswith("$") and line != "..."
+    ]
 
     assert len(shown) > 10
     assert [line for line in shown if line not in printed] == []

@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final, Literal, TextIO
 
 from opdrift.align import Maps
@@ -14,6 +15,7 @@ from opdrift.errors import IncomparableTracesError, InvalidOptionError
 from opdrift.records import Diagnosis, Verdict
 from opdrift.render import text
 from opdrift.render.page import Screen
+from opdrift.sizes import Tolerance
 from opdrift.tracefile.reader import Trace
 
 Allow = Literal["nothing", "rounding"]
@@ -56,27 +58,61 @@ def assert_same_run(
         InvalidOptionError: An option has a value that opdrift does not accept.
     """
     __tracebackhide__ = True
-    options = _options(samples, rank)
+    comparison = Comparison(allow, rtol, atol)
     diagnosis = diff(
-        left, right, samples=samples, tolerance=_tolerance(rtol, atol), rank=rank, maps=maps
+        left, right, samples=samples, tolerance=comparison.tolerance, rank=rank, maps=maps
     )
-    check_same(diagnosis, allow, options=options)
+    comparison.check(diagnosis, options=_options(samples, rank))
 
 
-def check_same(diagnosis: Diagnosis, allow: Allow, *, options: Sequence[str] = ()) -> None:
-    """Fail unless a diagnosis says that the runs agree; `options` as of `render.text.render`.
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What counts as the same run: `allow`, `rtol` and `atol` as of `assert_same_run`.
 
     Raises:
-        AssertionError: They differ.
-        IncomparableTracesError: They agree as far as they can be compared, which is not to their ends.
-        InvalidOptionError: `allow` is neither word.
+        InvalidOptionError: An option has a value that opdrift does not accept.
     """
-    __tracebackhide__ = True
-    if allow not in _ALLOWED:
-        raise InvalidOptionError(f"allow={allow!r}: choose one of 'nothing', 'rounding'.")
-    if diagnosis.verdict not in _ALLOWED[allow]:
-        raise AssertionError(_said(diagnosis, allow, options))
-    _check_whole(diagnosis)
+
+    allow: Allow = "rounding"
+    rtol: float | None = None
+    atol: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.allow not in _ALLOWED:
+            raise InvalidOptionError(f"allow={self.allow!r}: choose one of 'nothing', 'rounding'.")
+        if (self.rtol is None) != (self.atol is None):
+            raise InvalidOptionError(
+                f"rtol={self.rtol!r}, atol={self.atol!r}: give both, or neither for the bounds of each op."
+            )
+
+    @property
+    def tolerance(self) -> Tolerance | None:
+        """What `diff` takes."""
+        if self.rtol is None or self.atol is None:
+            return None
+        return Tolerance(self.rtol, self.atol)
+
+    def check(self, diagnosis: Diagnosis, *, options: Sequence[str] = (), hint: str = "") -> None:
+        """Fail unless a diagnosis says that the runs agree.
+
+        Args:
+            diagnosis: Of the two runs.
+            options: As of `render.text.render`.
+            hint: What else to do, said below the report.
+
+        Raises:
+            AssertionError: The runs differ.
+            IncomparableTracesError: They agree as far as they can be compared, which is not to their ends.
+        """
+        __tracebackhide__ = True
+        if diagnosis.verdict not in _ALLOWED[self.allow]:
+            hints = [hint] if hint else []
+            if self.allow == "nothing" and diagnosis.verdict == "rounding":
+                hints.insert(
+                    0, "allow='nothing' wants equal bits; allow='rounding' lets this pass."
+                )
+            raise AssertionError("\n\n".join([_report(diagnosis, options), *hints]))
+        _check_whole(diagnosis)
 
 
 def _check_whole(diagnosis: Diagnosis) -> None:
@@ -102,29 +138,16 @@ def _check_whole(diagnosis: Diagnosis) -> None:
         )
 
 
-def _said(diagnosis: Diagnosis, allow: Allow, options: Sequence[str]) -> str:
+def _report(diagnosis: Diagnosis, options: Sequence[str]) -> str:
     """The report, set for where test runners print it; never coloured, since many keep it in files."""
     width = shutil.get_terminal_size().columns - _MARGIN
     screen = Screen(width, unicode=Screen.of(_terminal()).unicode, folder=os.getcwd())
-    report = text.render(diagnosis, screen, options=options).rstrip("\n")
-    if allow == "nothing" and diagnosis.verdict == "rounding":
-        return f"{report}\n\nallow='nothing' wants equal bits; allow='rounding' lets this pass."
-    return report
+    return text.render(diagnosis, screen, options=options).rstrip("\n")
 
 
 def _terminal() -> TextIO:
     """Where failures will be read: test runners put a file in the place of stdout."""
     return sys.__stdout__ or sys.stdout
-
-
-def _tolerance(rtol: float | None, atol: float | None) -> tuple[float, float] | None:
-    if rtol is None and atol is None:
-        return None
-    if rtol is None or atol is None:
-        raise InvalidOptionError(
-            f"rtol={rtol!r}, atol={atol!r}: give both, or neither for the bounds of each op."
-        )
-    return rtol, atol
 
 
 def _options(samples: str | tuple[int, int] | None, rank: int | None) -> list[str]:
