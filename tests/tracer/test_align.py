@@ -52,6 +52,42 @@ def test_inserted_and_removed_ops_shift_nothing(left: str, right: str, expected:
     assert paired(trace(left), trace(right)) == expected
 
 
+def two_ways(build: Builder, *, fused: bool) -> int:
+    """Attention with a bias: in ops, which copy the key, or fused, which copies the bias."""
+    q, k = (build.op("mm", build.leaf(name, shape=(8, 8)), shape=(8, 8)) for name in "qk")
+    bias = build.op("embedding", build.leaf("bias", shape=(8, 8)), shape=(8, 8))
+    if fused:
+        bias = build.op("clone", build.op("where", bias, shape=(8, 8)), shape=(8, 8))
+        return build.op("attention", q, k, bias, shape=(8, 8))
+    key = build.op("clone", build.op("neg", k, shape=(8, 8)), shape=(8, 8))
+    return build.op("add", build.op("bmm", q, key, shape=(8, 8)), bias, shape=(8, 8))
+
+
+def test_copies_of_unrelated_tensors_are_no_pair():
+    """One run copies a key, the other a mask of the same shape, in the same scope."""
+    runs = []
+    for fused in (False, True):
+        build = Builder()
+        build.output(two_ways(build, fused=fused))
+        runs.append(build.build())
+
+    assert paired(*runs) == [(0, 0), (1, 1), (2, 2)]
+
+
+def test_copies_of_what_an_op_more_has_changed_stay_a_pair():
+    """Both copy what comes of the same product; one run changed it before."""
+    runs = []
+    for changed in (False, True):
+        build = Builder()
+        x = build.op("mm", build.leaf("q", shape=(8, 8)), shape=(8, 8))
+        if changed:
+            x = build.op("neg", x, shape=(8, 8))
+        build.output(build.op("clone", x, shape=(8, 8)))
+        runs.append(build.build())
+
+    assert paired(*runs) == [(0, 0), (1, 2)]
+
+
 def test_renamed_modules_are_found_by_structure():
     """Every path differs; types, ops and order are the same."""
     left = trace("fc{ mm } relu a{ mm b{ relu } }")

@@ -9,6 +9,7 @@ import numpy as np
 from opdrift.align.calls import Maps, match_calls, rename, wrapper_prefix
 from opdrift.align.ops import Pairs, across_scopes, within_scopes
 from opdrift.align.tree import CallTree
+from opdrift.align.unrelated import drop_unrelated
 from opdrift.contents import Contents
 from opdrift.tokens import mix
 from opdrift.tracefile.columns import Ints
@@ -102,6 +103,7 @@ def _align(left: Contents, right: Contents, maps: list[tuple[str, str]]) -> Pair
     pairs = Pairs(left, right)
     within_scopes(pairs, (trees[0].home, trees[1].home), calls)
     across_scopes(pairs)
+    drop_unrelated(pairs)
     reason = None
     if pairs.cut_short:
         rows, columns = pairs.cut_short
