@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -125,3 +128,30 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         # fairscale caches groups for the life of the process, destroyed ones too.
         if hasattr(parallel.get_process_group_cached, "_global_group_cache"):
             del parallel.get_process_group_cached._global_group_cache
+
+
+def run_two(script: str, folder: Path, *arguments: str) -> None:
+    """Run a script of this folder as two ranks: it is given its rank, `folder` and the arguments."""
+    here = Path(__file__).parent
+    roots = (here.parents[1] / "tracer", here.parents[1] / "integrations")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, roots)),
+        "OMP_NUM_THREADS": "1",
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, here / script, str(rank), str(folder), *arguments], env=environment
+        )
+        for rank in range(2)
+    ]
+    try:
+        assert [rank.wait(300) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+@pytest.fixture(scope="session")
+def two_processes() -> Callable[..., None]:
+    return run_two

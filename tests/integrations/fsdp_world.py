@@ -318,7 +318,7 @@ def clamp(block: nn.Module) -> None:
 
 
 def swap(block: nn.Module) -> None:
-    block.fc1.weight.data = torch.zeros(13, 10)
+    block.fc1.weight.data = torch.zeros_like(block.fc1.weight)
 
 
 FAULTS: dict[str, Fault] = {}
@@ -366,8 +366,9 @@ def run_fault(case: Fault, rank: int, trace: str) -> None:
 
     # a hook on what FSDP wraps runs once the parameters are there
     block = model.layers[0]
-    inner = getattr(block, "_fsdp_wrapped_module", None)
-    handle = (inner or block).register_forward_pre_hook(act)
+    inner = getattr(block, "_fsdp_wrapped_module", block)
+    inner = getattr(inner, "_fpw_module", inner)
+    handle = inner.register_forward_pre_hook(act)
     with patches, opdrift.record(trace, model=model) as recorder:
         for steps in range(2):  # `act` reads it
             recorder.mark("step", step=steps)

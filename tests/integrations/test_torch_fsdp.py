@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
-import subprocess
 import sys
 import warnings
 import weakref
@@ -77,27 +75,10 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+def world(tmp_path_factory: pytest.TempPathFactory, two_processes) -> World:
     """All cases of fsdp_world.py, recorded by two processes."""
     folder = tmp_path_factory.mktemp("world")
-    here = Path(__file__).parent
-    roots = (here.parents[1] / "tracer", here.parents[1] / "integrations")
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(map(str, roots)),
-        "OMP_NUM_THREADS": "1",
-    }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, here / "fsdp_world.py", str(rank), str(folder)], env=environment
-        )
-        for rank in range(2)
-    ]
-    try:
-        assert [rank.wait(300) for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    two_processes("fsdp_world.py", folder)
     said = tuple(json.loads((folder / f"said-{rank}.json").read_text()) for rank in range(2))
     return World(folder, said)
 

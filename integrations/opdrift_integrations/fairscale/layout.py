@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from fairscale.nn.misc.flatten_params_wrapper import FlatParameter
 
 from opdrift_integrations.layouts import Buffer, Part
 from opdrift_integrations.paths import join
+from opdrift_integrations.tensors import storage_id
 
 
 def buffers(unit: Any, path: str) -> tuple[Buffer, ...]:
@@ -45,6 +47,21 @@ def _buffer(unit: Any, path: str, index: int) -> Buffer:
         ranks=unit.world_size if sharded else 1,
         rank=unit.rank if sharded else 0,
     )
+
+
+def rebound(buffer: Buffer, parameter: Any, whole: Any) -> list[str]:
+    """Parameters of the module that are no part of what was gathered any more."""
+    own = {storage_id(whole), storage_id(parameter._fp32_shard)}
+    if parameter._fp16_shard is not None:
+        own.add(storage_id(parameter._fp16_shard))
+    if not isinstance(parameter, FlatParameter):
+        return [] if storage_id(parameter) in own else [buffer.parts[0].name]
+    found = []
+    for part, (_, module, name) in zip(buffer.parts, parameter._param_infos, strict=True):
+        present = getattr(module, name, None)
+        if isinstance(present, torch.Tensor) and present.numel() and storage_id(present) not in own:
+            found.append(part.name)
+    return found
 
 
 def _names_of(unit: Any, parameter: Any, first: str) -> list[str]:

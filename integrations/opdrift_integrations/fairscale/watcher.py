@@ -6,11 +6,7 @@ and points `parameter.data` elsewhere. So its methods are watched (fairscale 0.4
 null if the recorder does not know it), and `phase` (forward, backward, summon); those about parameters with
 `buffer` (fairscale's name), `parameters` [[name, offset, shape]] and `tied` [[name, owner]]:
 
-`gather`       The full parameters of a buffer were put together; `use`: they were still there.
-               `nth`, `ranks` (of the process group), `rank`, `bytes`, `dtype`, `device`, `padding`
-               (elements), `shard` (digest of this rank's own shard as cast), `segments` (digest of each
-               rank's part of the gathered buffer), `intact` (own shard and own segment are equal), and
-               where they are not, `mismatch` [{parameter, offset, numel, zeros}].
+`gather`, `use`, `reshard`, `shard-changed`  As of torch's FSDP, with the same fields: `torch_fsdp.gathers`.
 `cast`         A shard was cast for computing (`what` "shard"), or the inputs were (`what` "input").
 `move`         Offload: `direction` "load" copies the shard to the compute device, "drop" goes back to
                the shard in host memory (no copy: a pointer is switched). Both carry digests of
@@ -25,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -33,18 +29,22 @@ import fairscale.nn.data_parallel.fully_sharded_data_parallel as fsdp
 import torch
 import torch.distributed as dist
 from fairscale.nn.misc.flatten_params_wrapper import FlattenParamsWrapper
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
 from opdrift.plugins import Digest, RecorderLike
-from opdrift_integrations.digests import as_field, same
-from opdrift_integrations.failures import Failures
-from opdrift_integrations.fairscale.layout import buffers
-from opdrift_integrations.layouts import Buffer
+from opdrift_integrations.digests import as_field, end_to_end, same
+from opdrift_integrations.fairscale.layout import buffers, rebound
 from opdrift_integrations.patching import watch_all
 from opdrift_integrations.paths import join
 from opdrift_integrations.tensors import between, dtype_name, is_readable, storage_id
+from opdrift_integrations.torch_fsdp.gathers import Follower, Unit
+from opdrift_integrations.torch_fsdp.memory import FlatMemory, Memory
 
 Observation = Generator[None, Any, None]
+
+
+LIBRARY = "fairscale"
 
 
 @dataclass(slots=True)
@@ -52,14 +52,23 @@ class _Unit:
     """What is known of one FSDP unit."""
 
     path: str | None
-    buffers: tuple[Buffer, ...]
-    #: Per buffer: this rank's shard in compute precision, since its last load; None before one.
-    loaded: list[Digest | None]
-    #: Per buffer: the master shard at that load.
-    master: list[Digest | None]
+    #: One for each of its parameters, flat or not.
+    buffers: tuple[Unit, ...]
+    #: Per buffer: the storage that it was last gathered into.
+    into: list[int | None]
     #: The full parameters that are there now have been named.
     named: bool = False
-    counts: dict[str, int] = field(default_factory=dict)
+
+
+class _Follower(Follower):
+    """fairscale casts and moves in calls of their own, which are watched."""
+
+    def copied(self, unit: Unit, found: list[Digest | None]) -> dict[str, Any]:
+        """Whether pieces that were copied, and cast, are those of the shard; the parameters where they are not."""
+        return self._checked(unit, found)
+
+    def _sent(self, *_: Any) -> None:
+        """They have their marks already."""
 
 
 class Watcher:
@@ -73,7 +82,7 @@ class Watcher:
         #: Storage -> (unit, buffer) of what fairscale will free, until it does.
         self._storages: dict[int, tuple[str | None, str]] = {}
         self._casting_buffers = False
-        self._failed = Failures(recorder, "fairscale")
+        self._follower = _Follower(recorder, LIBRARY, LIBRARY)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -81,6 +90,7 @@ class Watcher:
         unit = fsdp.FullyShardedDataParallel
         points = (
             (unit, "_rebuild_full_params", self.rebuild),
+            (unit, "_free_full_params", self.release),
             (unit, "_cast_fp32_param_shards_to_fp16", self.load),
             (unit, "_use_fp32_param_shard", self.drop),
             (unit, "_cast_buffers", self.cast_buffers),
@@ -88,8 +98,13 @@ class Watcher:
             (fsdp, "free_storage_", self.free),
             (FlattenParamsWrapper, "_unflatten_params_as_views", self.make_views),
         )
-        with watch_all(points, self._failed, self._failed.missing):
-            yield
+        failed = self._follower.failed
+        stepping = register_optimizer_step_post_hook(self.stepped)
+        try:
+            with watch_all(points, failed, failed.missing):
+                yield
+        finally:
+            stepping.remove()
 
     # ---- observers, in the order in which a forward meets them ------------------------------------
 
@@ -157,14 +172,48 @@ class Watcher:
         if not self._here(unit):
             return
         state = self._unit(unit)
-        kind = "use" if unit.has_full_params and not force_full_precision else "gather"
-        state.loaded = [None] * len(state.buffers)
+        fresh = force_full_precision or not unit.has_full_params
+        copied = (unit.mixed_precision or unit.move_params_to_cpu) and not force_full_precision
+        for buffer, parameter in zip(state.buffers, unit.params, strict=True):
+            if copied or parameter._is_sharded:
+                master = parameter._fp32_shard
+                dtype = unit.compute_dtype if copied and unit.mixed_precision else master.dtype
+                self._follower.read_shard(
+                    buffer, _memory(buffer, parameter, master), dtype, _phase(unit)
+                )
         yield
-        state.counts[kind] = state.counts.get(kind, 0) + 1
-        with self._recorder.pause(), torch.no_grad():
-            for index, parameter in enumerate(unit.params):
-                self._gathered(kind, unit, state, index, parameter)
+        for index, parameter in enumerate(unit.params):
+            self._gathered(unit, state, index, parameter, fresh=fresh)
         state.named = True
+
+    def release(self, unit: Any, params: Any = None) -> Observation:
+        """`_free_full_params`: what was gathered is given back."""
+        state = self._units.get(unit)
+        if state is not None:
+            for index, parameter in _chosen(unit, params):
+                whole = getattr(parameter, "_full_param_padded", None)
+                whole = parameter._fp16_shard if whole is None else whole
+                # parameters that were summoned in full precision lie elsewhere, and are freed by themselves
+                if whole is None or storage_id(whole) != state.into[index]:
+                    continue
+                buffer = state.buffers[index]
+                memory = _memory(buffer, parameter, whole)
+                exchanged = rebound(buffer.buffer, parameter, whole) if is_readable(whole) else []
+                self._follower.released(buffer, memory, _phase(unit), exchanged)
+        yield
+
+    def stepped(self, *_: Any) -> None:
+        """An optimizer has made a step."""
+        if threading.get_ident() != self._thread:
+            return
+        self._follower.step += 1
+        try:
+            for unit, state in list(self._units.items()):
+                for buffer, parameter in zip(state.buffers, unit.params, strict=True):
+                    memory = _memory(buffer, parameter, parameter._fp32_shard)
+                    self._follower.stepped(buffer, memory)
+        except Exception as error:  # the program's step is done, and goes on
+            self._follower.failed(error)
 
     def load(self, unit: Any, params: Any = None) -> Observation:
         """`_cast_fp32_param_shards_to_fp16`: the shard is cast and, under offload, copied to the device."""
@@ -175,16 +224,17 @@ class Watcher:
         for index, parameter in _chosen(unit, params):
             buffer = state.buffers[index]
             source, copy = parameter._fp32_shard, parameter._fp16_shard
-            self._storages[storage_id(copy)] = (state.path, buffer.name)
-            with self._recorder.pause(), torch.no_grad():
-                before, after = self._recorder.digest(source), self._recorder.digest(copy)
-                intact = same(self._cast(source, copy.dtype), after)
-            state.master[index], state.loaded[index] = before, after
+            self._storages[storage_id(copy)] = (state.path, buffer.buffer.name)
+            after = self._pieces(buffer, copy)
+            checked = self._follower.copied(buffer, after)
+            if checked["intact"] is False:
+                # the gather is held against what is sent, and the next cast against the shard again
+                buffer.source, buffer.cast_dtype = after, None
             fields = {
-                **buffer.as_fields(),
-                "source": as_field(before),
-                "destination": as_field(after),
-                "intact": intact,
+                **buffer.buffer.as_fields(),
+                "source": as_field(end_to_end(buffer.cast_from)),
+                "destination": as_field(end_to_end(after)),
+                **checked,
                 **between(source, copy),
             }
             if source.dtype != copy.dtype:
@@ -219,15 +269,16 @@ class Watcher:
         ]
         yield
         for index, parameter, dtype, device in moved:
-            master = self._recorder.digest(parameter._fp32_shard)
+            buffer = state.buffers[index]
+            master = end_to_end(self._pieces(buffer, parameter._fp32_shard))
             # Only forward leaves the master alone: an optimizer or a summon may write into it.
-            known = state.master[index] if _phase(unit) == "forward" else None
+            known = end_to_end(buffer.cast_from) if _phase(unit) == "forward" else None
             self._mark(
                 "move",
                 state.path,
                 _phase(unit),
                 direction="drop",
-                **state.buffers[index].as_fields(),
+                **buffer.buffer.as_fields(),
                 source_dtype=dtype_name(dtype),
                 source_device=str(device),
                 destination_dtype=dtype_name(parameter.dtype),
@@ -261,81 +312,57 @@ class Watcher:
         state = self._units.get(unit)
         if state is None or state.path != path:
             layout = buffers(unit, path or "")
-            unknown: list[Digest | None] = [None] * len(layout)
-            state = _Unit(path, layout, unknown, list(unknown))
+            # one rank holds no part of a parameter, but all of it
+            known = tuple(Unit(path, buffer, named=buffer.ranks == 1) for buffer in layout)
+            state = _Unit(path, known, [None] * len(known))
             self._units[unit] = state
             self._wrapped_by_unit.add(unit._fsdp_wrapped_module)
         return state
 
-    def _gathered(self, kind: str, unit: Any, state: _Unit, index: int, parameter: Any) -> None:
+    def _gathered(
+        self, unit: Any, state: _Unit, index: int, parameter: Any, *, fresh: bool
+    ) -> None:
         buffer = state.buffers[index]
         content = parameter.data
         if not is_readable(content):
             return
-        flat = content.reshape(-1)
-        if state.path is not None and (kind == "gather" or not state.named):
-            for name, part in buffer.names():
-                view = flat[part.offset : part.offset + part.size].view(part.shape)
-                self._recorder.name_tensor(view, name, kind="parameter")
-        master = parameter._fp32_shard
-        if storage_id(content) == storage_id(master):
-            return  # one rank, nothing cast or moved: the parameters are the master itself
-        self._storages[storage_id(content)] = (state.path, buffer.name)
-        # The padding lies behind the view that fairscale trimmed.
-        full = flat.as_strided((buffer.size,), (1,), 0)
-        segments = [self._recorder.digest(segment) for segment in full.split(buffer.shard)]
-        shard = state.loaded[index] if kind == "gather" else None
-        if shard is None:
-            shard = self._cast(master, full.dtype)
-        intact = same(shard, segments[buffer.rank])
-        fields: dict[str, Any] = {}
-        if intact is False:
-            fields["mismatch"] = self._mismatch(buffer, master.reshape(-1), full)
-            intact = not fields["mismatch"]  # only the padding differs
-        self._mark(
-            kind,
-            state.path,
-            _phase(unit),
-            nth=state.counts[kind],
-            **buffer.as_fields(),
-            ranks=_ranks(unit),
-            rank=buffer.rank,
-            bytes=full.numel() * full.element_size(),
-            dtype=dtype_name(full.dtype),
-            device=str(full.device),
-            padding=buffer.padding,
-            shard=as_field(shard),
-            segments=[as_field(segment) for segment in segments],
-            intact=intact,
-            **fields,
-        )
+        state.into[index] = storage_id(content)
+        if storage_id(content) == storage_id(parameter._fp32_shard):
+            # one rank, nothing cast or moved: the parameters are the master itself
+            if state.path is not None and (fresh or not state.named):
+                with self._recorder.pause(), torch.no_grad():
+                    memory = _memory(buffer, parameter, content)
+                    self._follower.name_parameters(buffer, memory)
+            return
+        self._storages[storage_id(content)] = (state.path, buffer.buffer.name)
+        with torch.no_grad(), self._recorder.pause():
+            # the padding lies behind the view that fairscale trimmed
+            full = content.reshape(-1).as_strided((buffer.buffer.size,), (1,), 0)
+            memory = _memory(buffer, parameter, full)
+        told = self._follower.gathered if fresh else self._follower.used
+        told(buffer, memory, _phase(unit), _ranks(unit))
 
-    def _mismatch(self, buffer: Buffer, master: Any, full: Any) -> list[dict[str, Any]]:
-        """The parameters whose part of this rank's segment is not what the shard holds."""
-        start, end = buffer.own
-        found = []
-        for part in buffer.parts:
-            low, high = max(part.offset, start), min(part.offset + part.size, end)
-            if low >= high:
-                continue
-            there = self._recorder.digest(full[low:high])
-            if same(self._cast(master[low - start : high - start], full.dtype), there) is False:
-                found.append(
-                    {
-                        "parameter": part.name,
-                        "offset": low - part.offset,
-                        "numel": high - low,
-                        "zeros": there is not None and there.raw == 0,
-                    }
-                )
-        return found
-
-    def _cast(self, tensor: Any, dtype: torch.dtype) -> Digest | None:
-        """The digest that `tensor` has in another precision."""
-        return self._recorder.digest(tensor if tensor.dtype == dtype else tensor.to(dtype))
+    def _pieces(self, buffer: Unit, shard: Any) -> list[Digest | None]:
+        """The digests of a shard, cut as that of its buffer is."""
+        with self._recorder.pause(), torch.no_grad():
+            flat = shard.reshape(-1)
+            return [
+                self._recorder.digest(flat[piece.start : piece.start + piece.size])
+                for piece in buffer.mine
+            ]
 
     def _mark(self, kind: str, unit: str | None, phase: str | None, **fields: Any) -> None:
-        self._recorder.mark(kind, library="fairscale", unit=unit, phase=phase, **fields)
+        self._recorder.mark(kind, library=LIBRARY, unit=unit, phase=phase, **fields)
+
+
+def _memory(buffer: Unit, parameter: Any, whole: Any) -> Memory:
+    """A parameter of fairscale as its shard, and what is gathered from it."""
+    return FlatMemory(
+        buffer.buffer,
+        parameter._fp32_shard.detach().reshape(-1),
+        whole.detach().reshape(-1),
+        (None,) * len(buffer.buffer.parts),
+    )
 
 
 def _phase(unit: Any) -> str:

@@ -102,13 +102,22 @@ class Unit:
 
 
 class Follower:
-    """Follows the units of one recorder."""
+    """Follows the units of one recorder.
 
-    def __init__(self, recorder: RecorderLike) -> None:
+    Args:
+        recorder: Where the marks go.
+        library: Their field `library`.
+        called: The library in a sentence.
+    """
+
+    def __init__(
+        self, recorder: RecorderLike, library: str = LIBRARY, called: str = "torch's FSDP"
+    ) -> None:
         self.recorder = recorder
+        self.library = library
         self.step = 0
         self._thread = threading.get_ident()
-        self.failed = Failures(recorder, LIBRARY, "torch's FSDP")
+        self.failed = Failures(recorder, library, called)
 
     def is_mine(self, *, known: bool) -> bool:
         """Whether this recorder is meant: its thread, or a unit that it knows (backward has its own)."""
@@ -138,7 +147,7 @@ class Follower:
         buffer = unit.buffer
         self.recorder.mark(
             kind,
-            library=LIBRARY,
+            library=self.library,
             unit=unit.path,
             phase=phase,
             step=self.step,
@@ -385,7 +394,7 @@ class Follower:
         if bytes_:
             self.recorder.mark(
                 "free",
-                library=LIBRARY,
+                library=self.library,
                 unit=unit.path,
                 phase=phase,
                 step=self.step,

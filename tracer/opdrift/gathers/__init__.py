@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from typing import Final
 
 from opdrift.gathers.changes import given_back, rebound, shard_changed
 from opdrift.gathers.loading import loaded_on_some
 from opdrift.gathers.mismatches import Gathers, Wrong, folded
-from opdrift.records import Finding
+from opdrift.records import Finding, Mark
 from opdrift.steps import Steps
 from opdrift.tracefile.reader import Trace
 
@@ -23,7 +24,9 @@ def gather_findings(traces: Sequence[Trace]) -> Iterator[Finding]:
         steps = Steps(trace)
         wrong: list[Wrong] = []
         exchanged: set[str] = set()
-        for mark in trace.marks:
+        for mark, following in zip_longest(trace.marks, trace.marks[1:]):
+            if mark.kind == "cast" and _is_moved(mark, following):
+                continue  # one copy that casts and moves is told as the move
             if mark.kind in _TRANSFERS:
                 found = world.mismatch(trace, mark, steps)
                 wrong += [found] if found is not None else []
@@ -34,3 +37,13 @@ def gather_findings(traces: Sequence[Trace]) -> Iterator[Finding]:
                 yield from shard_changed(trace, mark, steps)
         yield from folded(wrong)
     yield from loaded_on_some(traces)
+
+
+def _is_moved(cast: Mark, following: Mark | None) -> bool:
+    """Whether the mark after a cast is the same copy as a move, which is told by itself."""
+    return (
+        following is not None
+        and following.kind == "move"
+        and following.fields.get("intact") is False
+        and (following.seq, following.fields.get("buffer")) == (cast.seq, cast.fields.get("buffer"))
+    )

@@ -140,12 +140,19 @@ class World:
         self._neighbours: dict[int, Neighbours] = {}
         #: (rank, ranks) -> numbers of its ops that are collectives of these ranks
         self._issued: dict[tuple[int, frozenset[int]], list[int]] = {}
+        self._gathers: dict[int, list[Mark]] = {}
 
     def neighbours(self, rank: int) -> Neighbours:
         """Which values of a rank lie together."""
         if rank not in self._neighbours:
             self._neighbours[rank] = Neighbours(self.traces[rank])
         return self._neighbours[rank]
+
+    def gathers(self, rank: int) -> Sequence[Mark]:
+        """What an integration checked of a rank's gathers, in order."""
+        if rank not in self._gathers:
+            self._gathers[rank] = [m for m in self.traces[rank].marks if m.kind == "gather"]
+        return self._gathers[rank]
 
     @property
     def size(self) -> int:

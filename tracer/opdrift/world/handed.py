@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -59,7 +60,21 @@ def given(world: World, part: Collective) -> Sequence[Handed | None]:
         values = list(trace.op(part.index).inputs)
     else:
         values = _argument(trace, part.index, _GIVEN.get(part.what, 0))
-    return [_known(world, part.rank, value) for value in values]
+    known = [_known(world, part.rank, value) for value in values]
+    if part.what != "all_gather":
+        return known
+    return [None if each is None or _is_outdated(world, part, each) else each for each in known]
+
+
+def _is_outdated(world: World, part: Collective, known: Handed) -> bool:
+    """Whether an integration read another content of what is sent: nothing tells a recorder of a hidden write."""
+    marks = world.gathers(part.rank)
+    at = bisect_left(marks, part.seq, key=lambda mark: mark.seq)
+    shard = marks[at].fields.get("shard") if at < len(marks) else None
+    if not isinstance(shard, dict):
+        return False
+    raw, n, code = known.key
+    return (shard["n"], shard["code"]) == (n, code) and int(shard["raw"], 16) != raw
 
 
 def got(world: World, part: Collective) -> Sequence[Handed | None]:
