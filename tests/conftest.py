@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -124,3 +125,25 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [sys.executable, "-c", _RECORD, str(folder)], env=environment(), check=True, timeout=120
     )
     return folder
+
+
+@pytest.fixture
+def follow(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], dict[str, int]]:
+    """Run a command line, and each command that it prints under "next:"; their exit statuses."""
+
+    def run(line: str) -> tuple[int, str]:
+        from opdrift.commands import main
+
+        command, *arguments = shlex.split(line)
+        status = {"diff-trace": main.diff_trace, "opdrift": main.opdrift}[command](arguments)
+        return status, capsys.readouterr().out
+
+    def following(line: str) -> dict[str, int]:
+        monkeypatch.setenv("COLUMNS", "100")
+        _, out = run(line)
+        after = out.partition("\nnext: ")[2]
+        return {each.strip(): run(each.strip())[0] for each in after.splitlines()}
+
+    return following

@@ -409,6 +409,47 @@ def test_a_bug_asks_for_a_report(traces, capsys, monkeypatch):
     assert "Traceback" in said(capsys)[1]
 
 
+# ---- what to type next -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(f"diff-trace base.trace {right}.trace" for right in ("math", "weights", "eps", "nan")),
+        "diff-trace base.trace eps.trace --map 1=1",
+        "diff-trace two.trace other.trace",
+        "diff-trace two.trace other.trace --rank 1",
+        *(f"opdrift show {run}.trace" for run in ("base", "nan", "two")),
+    ],
+)
+def test_every_command_that_is_printed_can_be_typed(line, traces, follow):
+    """None of them is refused, nor finds that there is no such op, leaf or module."""
+    for name, source in (("two", "base"), ("other", "weights")):
+        for rank in (0, 1):
+            with_header(f"{source}.trace", f"{name}.trace/rank-0000{rank}", rank=rank, world_size=2)
+
+    statuses = follow(line)
+
+    assert statuses
+    assert 2 not in statuses.values(), statuses
+
+
+def test_a_leaf_whose_name_is_a_pattern_is_named_such_that_it_is_found(tmp_path, python, follow):
+    """Brackets of a name are no choice of letters."""
+    program = """
+        import torch, opdrift
+        for number in (1, 2):
+            with opdrift.record(f"{number}.trace", inputs={"x[0]": (x := torch.full((3,), number))}):
+                x.cos()
+    """
+    made = python("-c", textwrap.dedent(program), cwd=tmp_path)
+    assert made.returncode == 0, made.stderr
+
+    first, *_ = follow(f"diff-trace {tmp_path}/1.trace {tmp_path}/2.trace").items()
+
+    assert first == (f"opdrift show {tmp_path}/1.trace --leaf 'x[[]0]'", 0)
+
+
 # ---- help ----------------------------------------------------------------------------------------------
 
 

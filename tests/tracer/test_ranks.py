@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from subprocess import PIPE, CompletedProcess, Popen
 
@@ -266,7 +267,9 @@ def test_a_synchronised_run_has_every_wait_in_place(runs: Path):
 
 
 @pytest.mark.slow
-def test_a_collective_that_ends_the_process_is_on_disk_before_it_is_issued(tmp_path: Path):
+def test_a_collective_that_ends_the_process_is_on_disk_before_it_is_issued(
+    tmp_path: Path, follow: Callable[[str], dict[str, int]]
+):
     """Another size aborts a rank: no handler runs, and its last rows are lost, but not what it was about to do."""
     done = both(ABORTS, tmp_path)
 
@@ -275,6 +278,7 @@ def test_a_collective_that_ends_the_process_is_on_disk_before_it_is_issued(tmp_p
     assert min(one.returncode for one in done) < 0
     assert "do not agree about the size of collective 2 of group 0" in found.cause.summary
     assert any("ended without closing its trace" in line for line in found.cause.evidence)
+    assert 2 not in follow(f"diff-trace --across-ranks {tmp_path}/aborts.trace").values()
 
 
 @pytest.mark.slow
@@ -290,6 +294,28 @@ def test_a_rank_that_is_killed_is_told_by_the_other_one(runs: Path):
     other = opdrift.load(runs / "killed.trace", rank=0)
     assert other.footer is not None
     assert (other.complete, other.footer.ended, other.footer.failures) == (True, "raised", ())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(
+            f"diff-trace --across-ranks {{0}}/{name}.trace"
+            for name in ("unseeded", "gradient", "dtype", "reduction", "killed")
+        ),
+        *(f"diff-trace {{0}}/right.trace {{0}}/{name}.trace" for name in ("unseeded", "gradient")),
+        *(f"opdrift show {{0}}/{name}.trace" for name in ("unseeded", "killed")),
+    ],
+)
+def test_every_command_that_is_printed_of_ranks_can_be_typed(
+    runs: Path, line: str, follow: Callable[[str], dict[str, int]]
+):
+    """The ranks of one run are looked at one by one: they are no two runs to be compared."""
+    statuses = follow(line.format(runs))
+
+    assert statuses
+    assert 2 not in statuses.values(), statuses
 
 
 # ---- started by torch's launcher -----------------------------------------------------------------------

@@ -161,7 +161,8 @@ def _text(
     if options.leaf is not None:
         emit(leaf_text.leaf_report(trace, leaves, screen, others=_others(options.trace, trace)))
     if not (options.op is not None or options.scope or options.leaf or options.kernels):
-        emit(trace_text.overview(trace, _findings(options.trace, trace), screen))
+        found = _findings(options.trace, trace)
+        emit(trace_text.overview(trace, found, screen, path=options.trace))
     return ExitCode.SAME
 
 

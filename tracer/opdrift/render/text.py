@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Final
 
 from rich.text import Text
 
-from opdrift.records import Diagnosis, Divergence, TraceSummary, Verdict
+from opdrift.records import ACROSS_RANKS, Diagnosis, Divergence, TraceSummary, Verdict
 from opdrift.render import card
 from opdrift.render.growth import stretches
 from opdrift.render.page import Column, Page, Screen
@@ -18,6 +19,7 @@ from opdrift.render.words import (
     count,
     moment,
     name,
+    pattern_of,
     plural,
     ratio,
     readable,
@@ -307,15 +309,31 @@ def further(
     diagnosis: Diagnosis, shown: Divergence | None, options: Sequence[str] = ()
 ) -> list[str]:
     """The commands that look further into what a report opens with; `options` as in `render`."""
+    commands = list(_shown(diagnosis, shown))
+    if diagnosis.alignment.method == ACROSS_RANKS:
+        run = Path(diagnosis.left.path).parent
+        return [*commands, f"opdrift show {shlex.quote(str(run))} --findings"]
     left, right = (shlex.quote(one.path) for one in (diagnosis.left, diagnosis.right))
-    commands = []
-    if shown is not None and shown.name is not None and shown.kind in ("leaf", "hidden-write"):
-        commands.append(f"opdrift show {left} --leaf {shlex.quote(shown.name)}")
-    elif shown is not None and shown.seq.left is not None:
-        commands.append(f"opdrift show {left} --op {shown.seq.left}")
-    elif shown is not None and shown.seq.right is not None:
-        commands.append(f"opdrift show {right} --op {shown.seq.right}")
     return [
         *commands,
         " ".join(["diff-trace", left, right, *map(shlex.quote, options), "--side-by-side"]),
     ]
+
+
+def _shown(diagnosis: Diagnosis, shown: Divergence | None) -> Iterator[str]:
+    """Looks at a divergence: in the left trace if it is there; across ranks in both."""
+    if shown is None:
+        return
+    across = diagnosis.alignment.method == ACROSS_RANKS
+    sides = ((diagnosis.left, shown.seq.left), (diagnosis.right, shown.seq.right))
+    if shown.name is not None and (across or shown.kind in ("leaf", "hidden-write")):
+        leaf = shlex.quote(pattern_of(shown.name))
+        commands = [f"opdrift show {shlex.quote(one.path)} --leaf {leaf}" for one, _ in sides]
+    else:
+        commands = [
+            f"opdrift show {shlex.quote(one.path)} --op {seq}"
+            for one, seq in sides
+            # a rank that was killed in an op has only announced it
+            if seq is not None and (one.complete or seq <= one.ops)
+        ]
+    yield from commands if across else commands[:1]

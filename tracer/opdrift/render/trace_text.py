@@ -6,6 +6,7 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -18,7 +19,18 @@ from opdrift.render.finding_text import one_line
 from opdrift.render.page import Column, Page, Screen
 from opdrift.render.regions import compiled_section, region_lines
 from opdrift.render.trace_json import digest, flag_words
-from opdrift.render.words import cell, count, moment, name, ordinal, plural, readable, scope, size
+from opdrift.render.words import (
+    cell,
+    count,
+    moment,
+    name,
+    ordinal,
+    pattern_of,
+    plural,
+    readable,
+    scope,
+    size,
+)
 from opdrift.tracefile.reader import Trace
 
 #: Rows of the overview's lists.
@@ -28,8 +40,17 @@ _DIGITS: Final = 8
 _TOP: Final = re.compile(r"[^.]*(?:\.\d+)?")
 
 
-def overview(trace: Trace, findings: Sequence[Finding], screen: Screen) -> str:
-    """What was recorded, in a screenful."""
+def overview(
+    trace: Trace, findings: Sequence[Finding], screen: Screen, *, path: Path | None = None
+) -> str:
+    """What was recorded, in a screenful.
+
+    Args:
+        trace: The trace; of a distributed run, that of one rank.
+        findings: Of all ranks.
+        screen: Where it goes.
+        path: The folder that was asked for, which may hold several ranks.
+    """
     page = Page(screen)
     page.line(
         f"{name(str(trace.path))}: {plural(len(trace.ops), 'op')}, {_ending(trace)}",
@@ -47,12 +68,28 @@ def overview(trace: Trace, findings: Sequence[Finding], screen: Screen) -> str:
         for finding in findings[:_ROWS]:
             page.line(f"- {one_line(finding)}", "bad", indent=2, hang=2)
     page.line()
-    path = shlex.quote(str(trace.path))
-    page.command(
-        "next: ",
-        f"opdrift show {path} --scope GLOB | --op N | --leaf GLOB{' | --findings' if findings else ''}",
-    )
+    for number, command in enumerate(_further(trace, path or trace.path, bool(findings))):
+        page.command("      " if number else "next: ", command)
     return page.render()
+
+
+def _further(trace: Trace, path: Path, found: bool) -> Iterator[str]:
+    """Commands that look further into a trace: its findings, the module with most ops, a parameter."""
+    shown = f"opdrift show {shlex.quote(str(path))}"
+    if found:
+        yield f"{shown} --findings"
+    numbers = np.bincount(trace.ops.call, minlength=len(trace.calls))
+    busy = max(
+        (c for c in trace.calls if numbers[c.id]),
+        key=lambda c: (c.path != "", numbers[c.id]),
+        default=None,
+    )
+    if busy is not None:
+        top = _top(busy.path)
+        yield f"{shown} --scope {shlex.quote(pattern_of(top) or cell(top))}"
+    leaf = next((each.name for each in trace.leaves if each.name), None)
+    if leaf is not None:
+        yield f"{shown} --leaf {shlex.quote(pattern_of(leaf))}"
 
 
 def _ending(trace: Trace) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import math
 import os
 import re
@@ -64,6 +65,11 @@ def relative(text: str, folder: str) -> str:
 def name(text: str) -> str:
     """A module, leaf, op or kernel name as it is shown: escaped, and cut if it is huge."""
     return readable(text, limit=NAME_LIMIT)
+
+
+def pattern_of(text: str) -> str:
+    """The glob that matches a name and nothing else, as `--leaf` and `--scope` take it."""
+    return glob.escape(text)
 
 
 def scope(path: str) -> str:

@@ -116,23 +116,24 @@ def of_end(world: World, end: End) -> Cause:
             f"the last collective that it issued is {issued[-1].asked}, {_where(issued[-1])}"
         )
     evidence += [_left_alone(world, rank, other) for other in world.traces if other != rank]
-    footer = trace.footer
+    footer, last = trace.footer, last_op(trace)
     if footer is None:
         summary = f"rank {rank} ended in the middle of the run"
         if issued:
             summary += f", in or after {issued[-1].place}"
+        path = shlex.quote(str(trace.path))
+        look = f" The last op on disk: `opdrift show {path} --op {last.seq}`." if last else ""
         return Cause(
             "rank-ended",
             "likely",
             summary,
             (f"its trace is {trace.incomplete}", *evidence),
             f"Read the last lines that rank {rank} wrote to stderr; a rank that is killed from outside (out of memory, a"
-            f" signal) says nothing. Its last ops: `opdrift show {shlex.quote(str(trace.path))}`.",
+            f" signal) says nothing.{look}",
         )
     kind, _, message = (footer.exception or "an exception").partition(": ")
     place = f" at {footer.raised_at}" if footer.raised_at is not None else ""
     message = f": {shorten(message, _LONGEST, placeholder=' ...')}" if message else ""
-    last = last_op(trace)
     if last is not None:
         where = f" at {last.source}" if last.source is not None else ""
         within = "raised in" if last.flags & RAISED else "its last op is"
