@@ -49,6 +49,9 @@ LIBRARIES = {"numpy", "pyarrow", "rich", "rich_argparse"}
 #: What only the recording half may import: triton and typing_extensions come with torch.
 RECORDING_LIBRARIES = {"torch", "triton", "typing_extensions"}
 
+#: Packages of integrations that are exporters.
+EXPORTERS = {"perfetto"}
+
 
 @dataclass(frozen=True)
 class Import:
@@ -195,7 +198,8 @@ def test_torch_stays_in_recording_and_other_libraries_in_integrations(imports: I
 def test_integrations_use_of_opdrift_only_what_plugins_promise():
     """They get a recorder handed; of opdrift they import the shared layers alone.
 
-    The pytest plugin is no integration that a recorder attaches: it uses opdrift as tests do.
+    Exporters also use what exporters share. The pytest plugin is no integration that a recorder attaches: it uses
+    opdrift as tests do.
     """
     used = {
         target.target
@@ -203,6 +207,10 @@ def test_integrations_use_of_opdrift_only_what_plugins_promise():
         if module != "opdrift_integrations.pytest_plugin"
         for target in targets
         if target.target.split(".")[0] == "opdrift"
+        and not (
+            EXPORTERS.intersection(module.split(".")[1:2])
+            and target.target.startswith("opdrift.export.")
+        )
     }
 
     assert {name for name in used if place_of(name)[1] != SHARED} == set()
