@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from opdrift.records import Diagnosis
+    from opdrift.records import Diagnosis, Pick
     from opdrift.tracefile.columns import Ints
     from opdrift.tracefile.reader import Trace
 
@@ -117,7 +117,8 @@ class Comparison:
         diagnosis: The answer for this process; the exported run is its right side.
         status: Per op, its place in `OP_STATUSES`.
         counterpart: Per op, the index of the baseline's op that it is paired with; -1 if there is none.
-        first: Index of the op at which the runs come apart; None where that is in no op of this process.
+        first: Index of the op at which the runs come apart, or that first uses the leaf which differs; None where
+            that is no op of this process.
     """
 
     baseline: Trace
@@ -136,12 +137,14 @@ class Process:
         ops: Indices of the ops that were asked for, ascending.
         whole: All ops were asked for.
         comparison: What `--against` found; None without it.
+        kernels: Which implementation ran, for ops by their indices where it is known; it takes a while for many.
     """
 
     trace: Trace
     ops: Ints
     whole: bool
     comparison: Comparison | None
+    kernels: Callable[[Sequence[int]], Mapping[int, Pick]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

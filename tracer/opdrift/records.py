@@ -34,6 +34,21 @@ READ_IN_FLIGHT: Final = (
     1024  #: the op read host memory that a collective or a copy was still filling
 )
 
+#: Bit -> the word that reports use for it.
+FLAG_WORDS: Final = {
+    RAISED: "raised",
+    UNFINGERPRINTED: "unfingerprinted",
+    TRACER_FAILED: "tracer-failed",
+    PENDING: "pending",
+    READ_UNINITIALISED: "read-uninitialised",
+    READ_IN_FLIGHT: "read-in-flight",
+    COMPILED: "compiled",
+    GRAD_ENABLED: "grad-enabled",
+    REREAD: "reread",
+    OPERAND_GRAD: "operand-requires-grad",
+    MASK_GRAD: "mask-requires-grad",
+}
+
 #: What the op of a compiled region is called, before its pass: `compiled.region.forward`.
 COMPILED_REGION: Final = "compiled.region"
 
@@ -255,6 +270,11 @@ class Header:
     engine: str
     start_unix_ns: int
     start_ns: int
+
+    @property
+    def run_id(self) -> str:
+        """Tells this recording from others."""
+        return f"{self.created}#{self.start_ns}"
 
 
 @dataclass(frozen=True, slots=True)

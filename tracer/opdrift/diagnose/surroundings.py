@@ -25,7 +25,7 @@ def summary_of(trace: Trace) -> TraceSummary:
     header = trace.header
     return TraceSummary(
         path=str(trace.path),
-        run_id=f"{header.created}#{header.start_ns}",
+        run_id=header.run_id,
         label=header.label,
         created=header.created,
         torch=header.torch,

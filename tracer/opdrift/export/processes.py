@@ -14,6 +14,7 @@ from opdrift.align import Maps
 from opdrift.diagnose import diff
 from opdrift.errors import InvalidOptionError
 from opdrift.export.selection import in_scope, in_steps
+from opdrift.picks import Picks
 from opdrift.plugins import OP_STATUSES, Comparison, OpStatus, Process
 from opdrift.records import Diagnosis
 from opdrift.render.rows import MARKS, Rows, rows_of
@@ -86,7 +87,10 @@ class Processes(Sequence[Process]):
         if not trace.complete:
             self._warn(f"{trace.path} is {trace.incomplete}. What is there is exported.")
         ops = self._selection.of(trace)
-        return Process(trace, ops, len(ops) == len(trace.ops), self._comparison(trace))
+        whole = len(ops) == len(trace.ops)
+        return Process(
+            trace, ops, whole, self._comparison(trace), lambda asked: Picks(trace).among(asked)
+        )
 
     def _compare(self, run: Path | Sequence[Trace], against: Path | Trace) -> dict[int, Diagnosis]:
         """Rank -> the answer for it; of a rank that cannot be compared there is none."""

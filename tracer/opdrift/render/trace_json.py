@@ -5,22 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Final
+from typing import Any
 
 from opdrift.picks import Picks
 from opdrift.records import (
-    COMPILED,
-    GRAD_ENABLED,
-    MASK_GRAD,
-    OPERAND_GRAD,
-    PENDING,
-    RAISED,
-    READ_IN_FLIGHT,
-    READ_UNINITIALISED,
-    REREAD,
+    FLAG_WORDS,
     TRACE_SCHEMA,
-    TRACER_FAILED,
-    UNFINGERPRINTED,
     Argument,
     Finding,
     Leaf,
@@ -36,21 +26,6 @@ from opdrift.render.timeline_text import event_object
 from opdrift.timeline import Timelines
 from opdrift.tracefile.fingerprints import FingerprintColumns
 from opdrift.tracefile.reader import Trace
-
-#: Bit -> the word that reports use for it.
-FLAG_WORDS: Final = {
-    RAISED: "raised",
-    UNFINGERPRINTED: "unfingerprinted",
-    TRACER_FAILED: "tracer-failed",
-    PENDING: "pending",
-    READ_UNINITIALISED: "read-uninitialised",
-    READ_IN_FLIGHT: "read-in-flight",
-    COMPILED: "compiled",
-    GRAD_ENABLED: "grad-enabled",
-    REREAD: "reread",
-    OPERAND_GRAD: "operand-requires-grad",
-    MASK_GRAD: "mask-requires-grad",
-}
 
 
 def render(

@@ -35,6 +35,7 @@ def export(
         UserWarning: What the command would say on stderr.
     """
     parser = ArgumentParser()
+    parser.set_defaults(output=output)  # the option -o, which an exporter may look at
     exporter.add_arguments(parser)
     options = parser.parse_args(arguments)
     processes = Processes(traces, Selection(), warn=warn, against=against)

@@ -1,0 +1,183 @@
+"""OTLP's binary encoding, written by hand: several times faster than building protobuf objects.
+
+Field numbers are those of opentelemetry/proto/trace/v1/trace.proto and common/v1/common.proto; a test holds the bytes
+against the OpenTelemetry SDK's own.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Final
+
+from opdrift_integrations.otlp.encoding import (
+    ERROR,
+    INTERNAL,
+    LOCAL_PARENT,
+    NO_EXTRAS,
+    REMOTE,
+    Attributes,
+    Event,
+    Extras,
+    Limits,
+    Link,
+    Value,
+    shortened,
+)
+
+_FIXED64: Final = struct.Struct("<Q")
+_DOUBLE: Final = struct.Struct("<d")
+_FIXED32: Final = struct.Struct("<I")
+_KIND_AND_START: Final = bytes((6 << 3, INTERNAL, 7 << 3 | 1))
+_END: Final = bytes((8 << 3 | 1,))
+_SPAN_ID: Final = bytes((2 << 3 | 2, 8))
+_PARENT_ID: Final = bytes((4 << 3 | 2, 8))
+_FLAGS: Final = bytes((0x85, 0x01)) + _FIXED32.pack(LOCAL_PARENT)
+#: An empty status, as the SDK writes it.
+_UNSET: Final = bytes((15 << 3 | 2, 0))
+
+
+class Protobuf:
+    """The binary encoding of one process's spans.
+
+    Args:
+        trace_id: 16 bytes.
+        resource: What the spans have in common.
+        scope: Name, version and schema URL of what made them.
+        limits: What is cut.
+    """
+
+    content_type = "application/x-protobuf"
+
+    def __init__(
+        self, trace_id: bytes, resource: Attributes, scope: tuple[str, str, str], limits: Limits
+    ) -> None:
+        name, version, schema = scope
+        self._limits = limits
+        self._head = _field(1, trace_id)
+        self._resource = _field(1, b"".join(self._keyed(1, resource)))
+        self._scope = _field(1, _text(1, name) + _text(2, version))
+        self._schema = _text(3, schema)
+        self._names: dict[str, bytes] = {}
+
+    def attributes(self, values: Attributes) -> tuple[bytes, ...]:
+        """See `Encoder`."""
+        return self._keyed(9, values)
+
+    def span(
+        self,
+        ident: bytes,
+        parent: bytes,
+        name: str,
+        start: int,
+        end: int,
+        attributes: Sequence[bytes],
+        extras: Extras = NO_EXTRAS,
+    ) -> bytes:
+        """See `Encoder`."""
+        called = self._names.get(name)
+        if called is None:
+            called = self._names[name] = _text(5, name[: self._limits.length])
+        dropped = len(attributes) - self._limits.attributes
+        if dropped > 0:
+            attributes = [*attributes[: self._limits.attributes], _count(10, dropped)]
+        rest = _UNSET if extras is NO_EXTRAS else self._rest(extras)
+        body = b"".join(
+            (
+                self._head,
+                _SPAN_ID,
+                ident,
+                _PARENT_ID + parent if parent else b"",
+                called,
+                _KIND_AND_START,
+                _FIXED64.pack(start),
+                _END,
+                _FIXED64.pack(end),
+                *attributes,
+                rest,
+                _FLAGS,
+            )
+        )
+        return b"\x12" + _varint(len(body)) + body
+
+    def request(self, spans: Sequence[bytes]) -> bytes:
+        """See `Encoder`."""
+        scoped = b"".join((self._scope, *spans, self._schema))
+        return _field(1, self._resource + _field(2, scoped) + self._schema)
+
+    def _rest(self, extras: Extras) -> bytes:
+        limits = self._limits
+        dropped = extras.dropped_events + max(len(extras.events) - limits.events, 0)
+        parts = [_field(11, self._event(event)) for event in extras.events[: limits.events]]
+        if dropped:
+            parts.append(_count(12, dropped))
+        parts += [_field(13, self._link(link)) for link in extras.links[: limits.links]]
+        if len(extras.links) > limits.links:
+            parts.append(_count(14, len(extras.links) - limits.links))
+        if extras.error is None:
+            parts.append(_UNSET)
+        else:
+            message = _text(2, extras.error[: limits.length])
+            parts.append(_field(15, message + _count(3, ERROR)))
+        return b"".join(parts)
+
+    def _event(self, event: Event) -> bytes:
+        encoded = self._keyed(3, event.attributes)
+        kept, dropped = _cut(encoded, self._limits.event_attributes, 4)
+        return b"".join((b"\x09", _FIXED64.pack(event.time), _text(2, event.name), *kept, dropped))
+
+    def _link(self, link: Link) -> bytes:
+        encoded = self._keyed(4, link.attributes)
+        kept, dropped = _cut(encoded, self._limits.link_attributes, 5)
+        flags = b"\x35" + _FIXED32.pack(REMOTE)
+        return b"".join((_field(1, link.trace_id), _field(2, link.span_id), *kept, dropped, flags))
+
+    def _keyed(self, number: int, values: Attributes) -> tuple[bytes, ...]:
+        """Attributes, each as this field of what they belong to."""
+        length = self._limits.length
+        return tuple(
+            _field(number, _text(1, key) + _field(2, _value(shortened(value, length))))
+            for key, value in values.items()
+        )
+
+
+def _cut(encoded: tuple[bytes, ...], limit: int, number: int) -> tuple[tuple[bytes, ...], bytes]:
+    dropped = len(encoded) - limit
+    return encoded[:limit], _count(number, dropped) if dropped > 0 else b""
+
+
+def _value(value: Value) -> bytes:
+    if isinstance(value, str):
+        # not `_text`: an empty text is a value, too
+        return _field(1, value.encode("utf-8", "backslashreplace"))
+    if isinstance(value, bool):
+        return b"\x10\x01" if value else b"\x10\x00"
+    if isinstance(value, int):
+        return b"\x18" + _varint(value & (2**64 - 1))
+    if isinstance(value, float):
+        return b"\x21" + _DOUBLE.pack(value)
+    return _field(5, b"".join(_field(1, _value(each)) for each in value))
+
+
+def _field(number: int, content: bytes) -> bytes:
+    return _varint(number << 3 | 2) + _varint(len(content)) + content
+
+
+def _text(number: int, text: str) -> bytes:
+    """A text as a field; a lone surrogate, which UTF-8 lacks, as Python writes it. Empty ones are left out."""
+    return _field(number, text.encode("utf-8", "backslashreplace")) if text else b""
+
+
+def _count(number: int, count: int) -> bytes:
+    return _varint(number << 3) + _varint(count)
+
+
+def _varint(number: int) -> bytes:
+    if number < 0x80:
+        return bytes((number,))
+    found = bytearray()
+    while number > 0x7F:
+        found.append(number & 0x7F | 0x80)
+        number >>= 7
+    found.append(number)
+    return bytes(found)
