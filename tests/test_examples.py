@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import opdrift
+from opdrift.findings import findings
 from opdrift.picks import Picks
 from opdrift.records import Diagnosis
 
@@ -68,6 +69,24 @@ def test_the_broken_flow_differs_in_its_weights_because_nothing_loaded_them(esm2
     assert "gathers checked, all intact" in evidence
     assert "load the third return value" in found.first.cause.try_
     assert len(found.origins) == 1
+
+
+def test_two_ranks_gather_two_random_halves(esm2):
+    """Each rank drew a model of its own and keeps a half of it; nothing of that is seen on one rank."""
+    found = esm2.diff("broken-1.trace", "broken-2.trace")
+
+    assert found.first is not None
+    said = [line for line in found.first.cause.evidence if "random halves" in line]
+    if len(found.ranks) < 2:
+        assert said == []
+        return
+    (line,) = said
+    assert line.startswith(
+        "both: what was gathered are rank 0's and rank 1's random halves: rank 0 drew its part of"
+    )
+    traces = [opdrift.load(esm2.traces / "broken-1.trace", rank=rank) for rank in (0, 1)]
+    for each in findings(traces):
+        assert any("rank 0's and rank 1's random halves" in line for line in each.cause.evidence)
 
 
 def test_the_fixed_flow_is_identical(esm2):

@@ -10,6 +10,7 @@ import pytest
 import opdrift
 from opdrift import tfp1
 from opdrift.findings import findings
+from opdrift.gathers import random_parts
 from opdrift.records import Finding
 from opdrift.testing import Builder
 from opdrift.tracefile.reader import Trace
@@ -269,6 +270,33 @@ def test_a_rank_that_never_loaded_is_told_with_its_parameters():
 @pytest.mark.parametrize("op", ["clone", "normal_"])
 def test_ranks_that_all_loaded_or_all_drew_are_no_finding(op):
     assert findings([shard_made_by(0, op), shard_made_by(1, op)]) == ()
+
+
+def drawn_part(rank: int, *, state: int, names: tuple[str, ...] = ("fc.weight",)) -> Trace:
+    """This rank's part of parameters that it drew, with its generator in a state."""
+    build = Builder(rank=rank)
+    for name in names:
+        content = np.full(4, state, "<f4")
+        value = build.op("normal_", build.op("empty", shape=(4,)), content=content, rng=state)
+        build.name(value, name, kind="shard", when="gather")
+    return build.build()
+
+
+def test_parts_of_two_draws_are_random_halves():
+    """Ranks that are not seeded alike each keep a half of a model of their own."""
+    two = ("fc.weight", "fc.bias")
+    said = random_parts([drawn_part(0, state=1, names=two), drawn_part(1, state=2, names=two)])
+
+    assert said == (
+        "what was gathered are rank 0's and rank 1's random halves: rank 0 drew its part of 2 parameters, rank 1 of 2,"
+        " each from another state of its generator (fc.weight, fc.bias)"
+    )
+
+
+def test_parts_of_one_draw_are_nothing_to_tell():
+    """Ranks that are seeded alike draw the same model; each keeps its part of it."""
+    assert random_parts([drawn_part(0, state=1), drawn_part(1, state=1)]) is None
+    assert random_parts([drawn_part(0, state=1)]) is None
 
 
 # ---- against a run that is not sharded ---------------------------------------------------------------------------

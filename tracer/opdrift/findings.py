@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from opdrift.checkpoints import dropped
-from opdrift.gathers import gather_findings
+from opdrift.gathers import gather_findings, random_parts
 from opdrift.moves import moves
 from opdrift.neighbours import Neighbours
 from opdrift.overwritten import overwritten
@@ -33,7 +34,19 @@ def findings(traces: Iterable[Trace]) -> tuple[Finding, ...]:
     found = without_handed(world, [each for trace in ranks for each in _of_one(trace)])
     found += gather_findings(ranks)
     found += world_findings(world)
+    if any(each.kind == "checkpoint" for each in found):
+        found = _with_random_parts(found, random_parts(ranks))
     return tuple(sorted(found, key=lambda f: (f.seq or 0, f.rank or 0)))
+
+
+def _with_random_parts(found: list[Finding], said: str | None) -> list[Finding]:
+    """What the model holds in place of a checkpoint that was dropped, as only all ranks together tell."""
+    return [
+        replace(each, cause=replace(each.cause, evidence=(*each.cause.evidence, said)))
+        if said and each.kind == "checkpoint"
+        else each
+        for each in found
+    ]
 
 
 def _of_one(trace: Trace) -> Iterator[Finding]:

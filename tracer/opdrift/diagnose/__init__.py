@@ -10,6 +10,7 @@ from opdrift.align import Maps
 from opdrift.align.maps import check_maps
 from opdrift.diagnose.answer import diagnose
 from opdrift.diagnose.by_rank import of_one_rank, of_ranks
+from opdrift.diagnose.random_parts import with_random_parts
 from opdrift.errors import IncomparableTracesError, InvalidOptionError
 from opdrift.foreign import diff_logs, read_log
 from opdrift.records import Diagnosis
@@ -80,7 +81,7 @@ def diff(
     if not found:
         raise next(iter(failed.values()))
     if len(a) > 1 or len(b) > 1:
-        return of_ranks(found, failed, a, b)
+        return with_random_parts(of_ranks(found, failed, a, b), a, b)
     only = found[shared[0]]
     if rank is None or all(origin.kind == "leaf" for origin in only.origins):
         return only

@@ -7,11 +7,13 @@ from itertools import zip_longest
 from typing import Final
 
 from opdrift.gathers.changes import given_back, rebound, shard_changed
-from opdrift.gathers.loading import loaded_on_some
+from opdrift.gathers.loading import loaded_on_some, random_parts
 from opdrift.gathers.mismatches import Gathers, Wrong, folded
 from opdrift.records import Finding, Mark
 from opdrift.steps import Steps
 from opdrift.tracefile.reader import Trace
+
+__all__ = ["gather_findings", "random_parts"]
 
 #: Marks of integrations that say whether a content arrived as it was sent.
 _TRANSFERS: Final = frozenset({"gather", "use", "cast"})

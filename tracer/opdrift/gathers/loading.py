@@ -1,37 +1,88 @@
-"""Ranks that never loaded what others did."""
+"""Ranks that never loaded what others did, and random parts that are put together."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from opdrift.gathers.words import some
-from opdrift.provenance import Lineage
+from opdrift.gathers.words import LISTED, some
+from opdrift.provenance import Lineage, Provenance
 from opdrift.records import Cause, Finding, Leaf
 from opdrift.steps import Steps
 from opdrift.tracefile.reader import Trace
 
 
-def loaded_on_some(traces: Sequence[Trace]) -> Iterator[Finding]:
-    """Parts of one parameter that came from a copy on some ranks, and are drawn at random on others."""
-    made: dict[str, dict[int, tuple[str, Leaf]]] = defaultdict(dict)
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A rank's part of a parameter when it was first gathered."""
+
+    leaf: Leaf
+    made: Provenance
+
+
+def _parts(traces: Sequence[Trace]) -> Mapping[str, Mapping[int, _Part]]:
+    """Name of each parameter that is kept in parts -> number of the trace -> its part."""
+    found: dict[str, dict[int, _Part]] = defaultdict(dict)
     for number, trace in enumerate(traces):
         lineage = None
         for leaf in trace.leaves:
-            if leaf.kind == "shard" and leaf.when == "gather" and number not in made[leaf.name]:
+            if leaf.kind == "shard" and leaf.when == "gather" and number not in found[leaf.name]:
                 lineage = lineage or Lineage(trace)
-                made[leaf.name][number] = lineage.of(leaf.value).kind, leaf
+                found[leaf.name][number] = _Part(leaf, lineage.of(leaf.value))
+    return found
+
+
+def random_parts(traces: Sequence[Trace]) -> str | None:
+    """What was gathered from parts that ranks drew apart, in words; None if nothing was.
+
+    Ranks that are seeded alike draw the same parameters, and each keeps its part of them: that is one draw.
+    """
+    drawn = {
+        name: by_rank
+        for name, parts in _parts(traces).items()
+        if (by_rank := {n: part.made for n, part in parts.items() if part.made.kind == "drawn"})
+    }
+    ranks = sorted({number for by_rank in drawn.values() for number in by_rank})
+    shared = [by_rank for by_rank in drawn.values() if len(by_rank) > 1]
+    # flat parameters may be cut so that no two ranks hold a part of one
+    states = [{made.rng for made in by_rank.values()} for by_rank in shared] or [
+        {made.seed or 0 for by_rank in drawn.values() for made in by_rank.values()}
+    ]
+    if len(ranks) < 2 or all(len(each) == 1 for each in states):
+        return None
+    listed = [
+        (f"rank {traces[number].header.rank}", sum(number in each for each in drawn.values()))
+        for number in ranks[:LISTED]
+    ]
+    (first, count), *others = listed
+    whose = " and ".join(f"{who}'s" for who, _ in listed)
+    if len(ranks) > LISTED:
+        whose += f" and {len(ranks) - LISTED} more ranks'"
+    counts = [
+        f"{first} drew its part of {count} parameters",
+        *(f"{who} of {n}" for who, n in others),
+    ]
+    return (
+        f"what was gathered are {whose} random {'halves' if len(ranks) == 2 else 'parts'}: {', '.join(counts)},"
+        f" each from another state of its generator ({some(list(drawn))})"
+    )
+
+
+def loaded_on_some(traces: Sequence[Trace]) -> Iterator[Finding]:
+    """Parts of one parameter that came from a copy on some ranks, and are drawn at random on others."""
+    made = _parts(traces)
     odd: set[int] = set()
     for by_rank in made.values():
-        kinds = {kind for kind, _ in by_rank.values()}
+        kinds = {part.made.kind for part in by_rank.values()}
         if {"drawn", "copied"} <= kinds:
-            odd |= {number for number, (kind, _) in by_rank.items() if kind == "drawn"}
+            odd |= {number for number, part in by_rank.items() if part.made.kind == "drawn"}
     for number in sorted(odd):
         trace = traces[number]
         rows = [
-            (name, by_rank[number][1])
+            (name, by_rank[number].leaf)
             for name, by_rank in made.items()
-            if number in by_rank and by_rank[number][0] == "drawn"
+            if number in by_rank and by_rank[number].made.kind == "drawn"
         ]
         names = [name for name, _ in rows]
         others = [str(t.header.rank) for t in traces if t is not trace]
