@@ -99,6 +99,21 @@ RUNS = (
     with opdrift.record("reduction.trace"):
         dist.all_reduce(z, op=dist.ReduceOp.SUM if rank else dist.ReduceOp.MAX)
 
+    with opdrift.record("messages.trace"):
+        if rank == 0:
+            dist.send(z, 1)
+            dist.send(z[:2], 1, tag=3)
+            dist.isend(z, 1, group=other).wait()
+        else:
+            dist.recv(z, 0)
+            dist.recv(z[:2], 0, tag=3)
+            dist.irecv(z, 0, group=other).wait()
+        works = dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, z, 1 - rank), dist.P2POp(dist.irecv, y, 1 - rank)]
+        )
+        for work in works:
+            work.wait()
+
     read = Path("read")
     x = torch.full((4_000_000,), rank + 1.0)
     with opdrift.record("race.trace"):
@@ -250,6 +265,22 @@ def test_what_no_library_raises_an_error_for_is_found(runs: Path, about: str):
 
 
 @pytest.mark.slow
+def test_messages_meet_and_one_that_is_taken_for_another_dtype_is_found(runs: Path):
+    """gloo raises nothing: rank 0 takes the bytes of rank 1's numbers for integers."""
+    trace = runs / "messages.trace"
+    world = World(opdrift.load(folder) for folder in rank_folders(trace).values())
+
+    (found,) = found_in(trace)
+
+    assert (len(world.messages.met), world.messages.alone) == (5, [])
+    assert (found.rank, found.op) == (0, "c10d.recv_.default")
+    assert found.cause.summary == (
+        "rank 1 and rank 0 do not agree about a message: send 1 to rank 0 in group 0 is send of float32[8], recv 1 from"
+        " rank 1 in group 0 recv of int32[8]"
+    )
+
+
+@pytest.mark.slow
 def test_a_result_that_is_read_before_it_is_there_is_a_race(runs: Path):
     """Rank 0 read before rank 1 had given anything; what rank 1 read may or may not have been there."""
     found = [finding for finding in found_in(runs / "race.trace") if finding.rank == 0]
@@ -302,7 +333,7 @@ def test_a_rank_that_is_killed_is_told_by_the_other_one(runs: Path):
     [
         *(
             f"diff-trace --across-ranks {{0}}/{name}.trace"
-            for name in ("unseeded", "gradient", "dtype", "reduction", "killed")
+            for name in ("unseeded", "gradient", "dtype", "reduction", "messages", "killed")
         ),
         *(f"diff-trace {{0}}/right.trace {{0}}/{name}.trace" for name in ("unseeded", "gradient")),
         *(f"opdrift show {{0}}/{name}.trace" for name in ("unseeded", "killed")),

@@ -30,12 +30,15 @@ from opdrift.world.causes import (
     listed,
     of_disagreement,
     of_end,
+    of_message,
     of_split,
+    of_waiting,
     of_wrong_result,
 )
 from opdrift.world.collectives import Collective, Disagreement, World
 from opdrift.world.ends import first_ends
-from opdrift.world.findings import follows_from_an_end, grouped, odd_ones
+from opdrift.world.findings import follows_from_an_end, grouped, odd_ones, unmet
+from opdrift.world.messages import Message, disagreements
 from opdrift.world.replicas import Replicas, Split
 from opdrift.world.results import WrongResult, unread, wrong_results
 
@@ -131,6 +134,7 @@ class _Check:
         for wrong in wrong_results(self.world):
             yield self._of_result(wrong)
         yield from self._disagreements()
+        yield from self._messages()
         for finding in gather_findings(list(self.world.traces.values())):
             yield self._of_gather(finding)
 
@@ -209,6 +213,19 @@ class _Check:
                 told.add(end.rank)
                 yield self._of_disagreement(found, (end.rank,), of_end(self.world, end))
 
+    def _messages(self) -> Iterator[_Placed]:
+        """Messages that two ranks do not agree about, and those that a rank waited in for nothing."""
+        for sent, received in disagreements(self.world.messages):
+            ranks = Sides(sent.rank, received.rank)
+            parts = {sent.rank: sent, received.rank: received}
+            yield self._of_parts(
+                of_message(sent, received), parts, ranks, _each(ranks), "structure"
+            )
+        for message in unmet(self.world, first_ends(self.world)):
+            ranks = Sides(message.peer, message.rank)
+            cause = of_waiting(self.world, message)
+            yield self._of_parts(cause, {message.rank: message}, ranks, _each(ranks), "structure")
+
     def _of_disagreement(self, found: Disagreement, odd: tuple[int, ...], cause: Cause) -> _Placed:
         usual = tuple(rank for rank in found.members if rank not in odd) or odd
         return self._of_parts(
@@ -218,7 +235,7 @@ class _Check:
     def _of_parts(
         self,
         cause: Cause,
-        members: Mapping[int, Collective],
+        members: Mapping[int, Collective | Message],
         ranks: Sides[int],
         sides: Sides[tuple[int, ...]],
         kind: DivergenceKind,
@@ -286,6 +303,10 @@ class _Check:
     def _order(self, rank: int, seq: int) -> tuple[int, int]:
         """Where an op of a rank stands: the collectives before it order the ranks, its number the rest."""
         return sum(each.seq < seq for each in self.world.collectives[rank]), seq
+
+
+def _each(ranks: Sides[int]) -> Sides[tuple[int, ...]]:
+    return Sides((ranks.left,), (ranks.right,))
 
 
 def _divergence(

@@ -14,8 +14,9 @@ from opdrift.provenance import Lineage, Provenance
 from opdrift.records import RAISED, Cause, Op
 from opdrift.tracefile.reader import Trace
 from opdrift.world.collectives import Collective, Disagreement, World
-from opdrift.world.ends import End
+from opdrift.world.ends import End, ends
 from opdrift.world.loads import LoadedDifferently
+from opdrift.world.messages import Message
 from opdrift.world.replicas import Replicas, Split
 from opdrift.world.results import WrongResult
 
@@ -88,7 +89,40 @@ _ABOUT: Final = {
 }
 
 
-def _where(part: Collective) -> str:
+def of_message(sent: Message, received: Message) -> Cause:
+    """A rank sent something else than its peer has room for."""
+    return Cause(
+        "collective",
+        "certain",
+        f"rank {sent.rank} and rank {received.rank} do not agree about a message: {sent.place} is {sent.asked},"
+        f" {received.place} {received.asked}",
+        tuple(f"rank {part.rank}: {part.asked}, {_where(part)}" for part in (sent, received)),
+        "Let the receiver have room for what is sent, of its dtype and size; of messages with one tag the first that is"
+        " sent is the first that is received.",
+    )
+
+
+def of_waiting(world: World, message: Message) -> Cause:
+    """A rank ended in a message that its peer, which came to its own end, had no part in."""
+    peer = message.peer
+    others = [
+        each for each in world.messages.alone if (each.rank, each.peer) == (peer, message.rank)
+    ]
+    evidence = [
+        f"rank {message.rank}: {message.asked}, {_where(message)}, and then it {_ending(world.traces[message.rank])}",
+        *(f"rank {peer}: {each.place} ({_where(each)}) met nothing, either" for each in others),
+        f"rank {peer} {_ending(world.traces[peer])}",
+    ]
+    return Cause(
+        "collective",
+        "certain",
+        f"rank {message.rank} waited in {message.place}, which rank {peer} had no part in",
+        tuple(evidence),
+        "Let each message have its sender and its receiver, with the same tag and process group.",
+    )
+
+
+def _where(part: Collective | Message) -> str:
     line = f" at {part.source}" if part.source is not None else ""
     return f"op {part.seq}{line}"
 
@@ -156,13 +190,13 @@ def last_op(trace: Trace) -> Op | None:
 
 def _left_alone(world: World, rank: int, other: int) -> str:
     """How another rank ended, and where it waited for this one."""
-    for each in world.disagreements:
-        if each.about == "missing" and rank in each.absent and other in each.members:
-            part = each.members[other]
-            return (
-                f"rank {other} waited in {part.place} ({_where(part)}), which rank {rank} never issued, and"
-                f" {_ending(world.traces[other])}"
-            )
+    end = ends(world)[other]
+    if end.waited_in is not None and rank in end.waited_for:
+        never = "issued" if isinstance(end.waited_in, Collective) else "had a part in"
+        return (
+            f"rank {other} waited in {end.waited_in.place} ({_where(end.waited_in)}), which rank {rank} never {never}, and"
+            f" {_ending(world.traces[other])}"
+        )
     return f"rank {other} {_ending(world.traces[other])}"
 
 

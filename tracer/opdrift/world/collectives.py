@@ -10,19 +10,18 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final
+from typing import Final
 
 from opdrift.neighbours import Neighbours
 from opdrift.records import Mark
 from opdrift.tracefile.reader import Trace
+from opdrift.world.messages import Messages, messages_of
+from opdrift.world.tensors import Tensors, in_words, tensors_of
 
 #: Between two ranks of a group: these are no collectives of the whole group.
 _PEER_TO_PEER: Final = frozenset({"send", "recv"})
 #: Each rank may give and get another number of elements.
 _UNEVEN: Final = frozenset({"all_to_all", "scatter", "gather"})
-
-#: [dtype, elements] of each tensor.
-Tensors = tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +70,7 @@ class Collective:
         """What this rank asked for, in words: `all_reduce of float32[64] by SUM`."""
         said = self.what
         if self.given:
-            said += f" of {_in_words(self.given)}"
+            said += f" of {in_words(self.given)}"
         if self.reduction is not None:
             said += f" by {self.reduction}"
         if self.root is not None:
@@ -79,11 +78,6 @@ class Collective:
                 f" from rank {self.root}" if self.what == "broadcast" else f" to rank {self.root}"
             )
         return said
-
-
-def _in_words(tensors: Tensors) -> str:
-    said = [f"{dtype}[{elements:,}]" for dtype, elements in tensors[:3]]
-    return ", ".join(said) + (f" and {len(tensors) - 3} more" if len(tensors) > 3 else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +200,11 @@ class World:
         """(rank, seq of a collective's op) -> the meeting that it is a part of."""
         return {(rank, c.seq): m for m in self.meetings for rank, c in m.members.items()}
 
+    @cached_property
+    def messages(self) -> Messages:
+        """What two ranks sent each other."""
+        return messages_of(self.traces)
+
     @property
     def meetings(self) -> Sequence[Meeting]:
         """Collectives that at least two recorded ranks were in, and agree about; by group and order."""
@@ -289,8 +288,8 @@ def _collective(
         group=fields["group"],
         ranks=ranks,
         number=number,
-        given=_tensors(fields.get("given")),
-        got=_tensors(fields.get("got")),
+        given=tensors_of(fields.get("given")),
+        got=tensors_of(fields.get("got")),
         reduction=fields.get("reduction"),
         root=fields.get("root"),
         index=trace.index_of(mark.seq),
@@ -298,7 +297,3 @@ def _collective(
         # of a process that ended here, the call may not have reached the disk
         module=trace.calls[mark.call].path if mark.call < len(trace.calls) else "",
     )
-
-
-def _tensors(found: Any) -> Tensors | None:
-    return None if found is None else tuple((dtype, elements) for dtype, elements in found)

@@ -8,6 +8,7 @@ from typing import Final, Literal
 
 from opdrift.tracefile.reader import Trace
 from opdrift.world.collectives import Collective, World
+from opdrift.world.messages import Message
 
 #: Types of what a communication library raises when another rank is gone.
 _COMMUNICATION: Final = frozenset(
@@ -24,14 +25,14 @@ class End:
         how: "closed" if the recording ended by itself, "raised" if an exception left it, "lost" if nothing closed the
             trace: the process was killed, died, or still runs.
         issued: How many collectives it had issued.
-        waited_in: A collective that it issued and other ranks never did.
+        waited_in: A collective that it issued and other ranks never did, or a message that its peer had no part in.
         waited_for: Those ranks.
     """
 
     rank: int
     how: Literal["closed", "raised", "lost"]
     issued: int
-    waited_in: Collective | None
+    waited_in: Collective | Message | None
     waited_for: tuple[int, ...]
 
     @property
@@ -42,11 +43,15 @@ class End:
 
 def ends(world: World) -> Mapping[int, End]:
     """Rank -> how it ended."""
-    waited: dict[int, tuple[Collective, tuple[int, ...]]] = {}
+    waited: dict[int, tuple[Collective | Message, tuple[int, ...]]] = {}
     for each in world.disagreements:
         if each.about == "missing":
             for rank, part in each.members.items():
-                waited.setdefault(rank, (part, each.absent))
+                if not _has_passed(world.traces[rank], part):
+                    waited.setdefault(rank, (part, each.absent))
+    for message in world.messages.alone:
+        if not _has_passed(world.traces[message.rank], message):
+            waited.setdefault(message.rank, (message, (message.peer,)))
     found = {}
     for rank, trace in world.traces.items():
         waited_in, waited_for = waited.get(rank, (None, ()))
@@ -72,6 +77,14 @@ def first_ends(world: World) -> tuple[End, ...]:
         or (lost and _type_raised(world.traces[end.rank]) not in _COMMUNICATION)
     ]
     return tuple(sorted(told, key=lambda end: (end.how == "lost", end.issued, end.rank)))
+
+
+def _has_passed(trace: Trace, part: Collective | Message) -> bool:
+    """Whether a rank went on from what it issued without a wait, and ended in something else."""
+    went_on = len(trace.ops) > 0 and int(trace.ops.seq[-1]) > part.seq
+    if isinstance(part, Message) and went_on and trace.footer is None:
+        return True
+    return went_on and _how(trace) == "raised" and _type_raised(trace) not in _COMMUNICATION
 
 
 def _how(trace: Trace) -> Literal["closed", "raised", "lost"]:

@@ -12,13 +12,16 @@ from opdrift.world.causes import (
     of_disagreement,
     of_end,
     of_loads,
+    of_message,
     of_split,
+    of_waiting,
     of_wrong_result,
 )
 from opdrift.world.collectives import Collective, Disagreement, World
 from opdrift.world.ends import End, ends, first_ends
 from opdrift.world.handed import given
 from opdrift.world.loads import loaded_differently
+from opdrift.world.messages import Message, disagreements
 from opdrift.world.replicas import Replicas, Split
 from opdrift.world.results import WrongResult, minority, wrong_results
 
@@ -33,6 +36,7 @@ def world_findings(world: World) -> Iterator[Finding]:
     for disagreement in world.disagreements:
         if not follows_from_an_end(disagreement, world, first):
             yield _disagreement(world, disagreement)
+    yield from _of_messages(world, first)
     for wrong in wrong_results(world):
         yield _wrong_result(world, wrong)
     replicas = Replicas(world)
@@ -62,6 +66,28 @@ def follows_from_an_end(found: Disagreement, world: World, first: Sequence[End])
         return False
     ended, all_ends = {end.rank for end in first}, ends(world)
     return all(rank in ended or all_ends[rank].follows for rank in found.absent)
+
+
+def unmet(world: World, first: Sequence[End]) -> Iterator[Message]:
+    """The first message of each rank that it ended in, though no rank's end explains that.
+
+    One that a rank passed by itself may have met its other part before or after the recording.
+    """
+    ended, all_ends = {end.rank for end in first}, ends(world)
+    told: set[int] = set()
+    for message in world.messages.alone:
+        end = all_ends[message.rank]
+        explained = message.peer in ended or message.peer in told
+        if end.follows and end.waited_in is message and not explained:
+            told.add(message.rank)
+            yield message
+
+
+def _of_messages(world: World, first: Sequence[End]) -> Iterator[Finding]:
+    for sent, received in disagreements(world.messages):
+        yield _at(of_message(sent, received), world.traces[received.rank], received)
+    for message in unmet(world, first):
+        yield _at(of_waiting(world, message), world.traces[message.rank], message)
 
 
 def _end(world: World, end: End) -> Finding:
@@ -150,7 +176,7 @@ def _split(world: World, replicas: Replicas, group: Sequence[Split]) -> Finding:
     )
 
 
-def _at(cause: Cause, trace: Trace, part: Collective) -> Finding:
+def _at(cause: Cause, trace: Trace, part: Collective | Message) -> Finding:
     return _finding("collective", cause, trace, seq=part.seq, op=part.op, module=part.module)
 
 
