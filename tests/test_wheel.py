@@ -92,3 +92,18 @@ def test_with_a_compiler_the_wheel_is_of_its_platform_and_of_every_python(tmp_pa
     assert "_tfp1_baseline.so" in libraries
     assert engine.startswith("C (")
     assert printed == ["True", "weight", use(pure, tmp_path / "pure")[0][2]]
+
+
+@pytest.mark.slow
+def test_pytest_has_nothing_to_say_of_an_installed_opdrift(tmp_path):
+    """It rewrites what brings a plugin, and warns where that is loaded already, as in `opdrift run -m pytest`."""
+    _, _, site = unpacked(tmp_path, OPDRIFT_NO_COMPILE="1")
+    (tmp_path / "test_empty.py").write_text("def test(): pass")
+    program = "import sys, opdrift, opdrift_integrations, pytest; sys.exit(pytest.main(sys.argv[1:]))"
+
+    path = {"PYTHONPATH": str(site), "PYTHONSAFEPATH": "1"}
+    options = ["-W", "error", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
+    printed = run("-c", program, *options, str(tmp_path / "test_empty.py"), **path)
+
+    assert "1 passed" in printed
+    assert "opdrift-0" in printed.partition("plugins: ")[2].partition("\n")[0]

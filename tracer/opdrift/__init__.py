@@ -2,6 +2,8 @@
 
 Names are loaded when they are first used: recording needs torch, reading traces does not, and
 neither is paid for by `import opdrift`.
+
+pytest would rewrite the asserts of what brings a plugin: PYTEST_DONT_REWRITE.
 """
 
 from importlib import import_module as _import_module
