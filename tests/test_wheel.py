@@ -99,7 +99,9 @@ def test_pytest_has_nothing_to_say_of_an_installed_opdrift(tmp_path):
     """It rewrites what brings a plugin, and warns where that is loaded already, as in `opdrift run -m pytest`."""
     _, _, site = unpacked(tmp_path, OPDRIFT_NO_COMPILE="1")
     (tmp_path / "test_empty.py").write_text("def test(): pass")
-    program = "import sys, opdrift, opdrift_integrations, pytest; sys.exit(pytest.main(sys.argv[1:]))"
+    program = (
+        "import sys, opdrift, opdrift_integrations, pytest; sys.exit(pytest.main(sys.argv[1:]))"
+    )
 
     path = {"PYTHONPATH": str(site), "PYTHONSAFEPATH": "1"}
     options = ["-W", "error", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]

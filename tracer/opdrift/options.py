@@ -13,7 +13,7 @@ import torch
 from torch.nn import Module
 
 from opdrift.errors import InvalidOptionError
-from opdrift.plugins import installed_integrations
+from opdrift.plugins import check_integrations, installed_integrations
 from opdrift.records import Batch
 
 Effort = Literal["auto", "full", "off"]
@@ -131,11 +131,7 @@ def _integrations(names: object) -> tuple[str, ...] | None:
         raise InvalidOptionError(
             f"integrations={names!r}: give 'auto', or a sequence of names from {', '.join(sorted(known))}."
         )
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise InvalidOptionError(
-            f"There is no integration {', '.join(map(repr, unknown))}; installed are {', '.join(sorted(known)) or 'none'}."
-        )
+    check_integrations(names)
     return tuple(names)
 
 

@@ -10,6 +10,8 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, runtime_checkable
 
+from opdrift.errors import InvalidOptionError
+
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
     from importlib.metadata import EntryPoint
@@ -211,6 +213,20 @@ def installed_exporters() -> dict[str, EntryPoint]:
 def installed_integrations() -> dict[str, Any]:
     """Name -> entry point of each installed integration; nothing is imported yet."""
     return dict(_integrations_along(tuple(sys.path)))
+
+
+def check_integrations(names: Sequence[str]) -> None:
+    """Refuse names of integrations that are not installed.
+
+    Raises:
+        InvalidOptionError: One is not.
+    """
+    known = installed_integrations()
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise InvalidOptionError(
+            f"There is no integration {', '.join(map(repr, unknown))}; installed are {', '.join(sorted(known)) or 'none'}."
+        )
 
 
 @cache

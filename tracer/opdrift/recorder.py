@@ -45,7 +45,8 @@ from opdrift.records import TRACE_SCHEMA, Batch
 from opdrift.scopes import Scopes, name_arguments, walk
 from opdrift.sources import Sources, raised_at
 from opdrift.spool import FLUSH_NS, Spool
-from opdrift.tracefile.writer import TraceWriter, claim
+from opdrift.tracefile.claiming import announced_rank, claim
+from opdrift.tracefile.writer import TraceWriter
 from opdrift.values import Values
 
 if TYPE_CHECKING:
@@ -689,8 +690,4 @@ def _rank() -> tuple[int | None, int | None]:
     if distributed.is_available() and distributed.is_initialized():
         world_size = distributed.get_world_size()
         return (distributed.get_rank(), world_size) if world_size > 1 else (None, None)
-    try:
-        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    except (KeyError, ValueError):
-        return None, None
-    return (rank, world_size) if world_size > 1 else (None, None)
+    return announced_rank(os.environ)

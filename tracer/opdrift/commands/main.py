@@ -7,12 +7,18 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from opdrift.commands.console import complain, open_streams
 from opdrift.commands.exit_codes import ExitCode
 from opdrift.commands.options import Version
 from opdrift.errors import OpdriftError
+
+#: An exit status; or what runs a program of the user's, whose exceptions are not ours to catch, and returns one.
+Outcome = int | Callable[[], int]
+
+
+T = TypeVar("T")
 
 
 class Command(Protocol):
@@ -24,8 +30,8 @@ class Command(Protocol):
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the options."""
 
-    def run(self, options: argparse.Namespace) -> int:
-        """Do it and return the exit status."""
+    def run(self, options: argparse.Namespace) -> Outcome:
+        """Do it and return the exit status, or what runs the user's program."""
         ...
 
 
@@ -36,16 +42,17 @@ def diff_trace(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else list(arguments)
     parser = _configured(argparse.ArgumentParser("diff-trace"), command)
     parser.add_argument("--version", action=Version)
-    return _guarded("diff-trace", lambda: command.run(parser.parse_args(given)))
+    return _guarded("diff-trace", lambda: int(command.run(parser.parse_args(given))))
 
 
 def opdrift(arguments: Sequence[str] | None = None) -> int:
     """The command `opdrift`; returns the exit status."""
     given = sys.argv[1:] if arguments is None else list(arguments)
-    return _guarded("opdrift", lambda: _dispatch(given))
+    outcome = _guarded("opdrift", lambda: _dispatch(given))
+    return outcome() if callable(outcome) else outcome
 
 
-def _dispatch(given: Sequence[str]) -> int:
+def _dispatch(given: Sequence[str]) -> Outcome:
     from opdrift.commands import diff_trace, env, export, run, show
 
     # `diff` is `diff-trace`, for where scripts are not on the PATH
@@ -84,11 +91,11 @@ def _configured(parser: argparse.ArgumentParser, command: Command) -> argparse.A
     return parser
 
 
-def _guarded(program: str, work: Callable[[], int]) -> int:
+def _guarded(program: str, work: Callable[[], T]) -> T | int:
     """Run a command: every failure is one sentence on stderr and an exit status, never a traceback."""
     open_streams()
     try:
-        return int(work())
+        return work()
     except OpdriftError as error:
         complain(program, str(error))
     except KeyboardInterrupt:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import io
-import os
 import pkgutil
 from importlib.machinery import ModuleSpec
 
+from opdrift.commands.as_main import code_of
 from opdrift.errors import InvalidOptionError
 
 
@@ -33,14 +32,8 @@ def check(module: bool, name: str) -> None:
 
 
 def _compile_script(name: str) -> None:
-    """As `runpy.run_path` does; its archives of modules are left to it."""
-    if pkgutil.get_importer(name) is not None:
-        return
-    with io.open_code(os.path.abspath(name)) as file:
-        if pkgutil.read_code(file) is not None:  # compiled already
-            return
-        file.seek(0)
-        compile(file.read(), name, "exec", dont_inherit=True)
+    if pkgutil.get_importer(name) is None:  # a folder or an archive of modules is left to runpy
+        code_of(name)
 
 
 def _compile_module(name: str) -> None:

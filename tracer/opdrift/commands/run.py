@@ -7,20 +7,21 @@ ends. What follows SCRIPT or -m MODULE belongs to the program.
 from __future__ import annotations
 
 import argparse
-import runpy
+import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from opdrift.commands.console import complain
+from opdrift.commands.as_main import become, execute, program_frames, searching_as
 from opdrift.commands.program import check
+from opdrift.commands.recording import Recording
+from opdrift.commands.torch_import import OUR_FRAMES, when_imported
 from opdrift.errors import InvalidOptionError
-
-if TYPE_CHECKING:
-    from opdrift.recorder import Recorder
+from opdrift.plugins import check_integrations
+from opdrift.tracefile.claiming import announced_rank, claim
 
 EPILOG: Final = """\
 examples:
@@ -79,30 +80,55 @@ def split(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
     return list(arguments[:position]), tuple(arguments[position:])
 
 
-def run(options: argparse.Namespace) -> int:
-    """Run the program inside `record()` and answer with its exit status."""
+def run(options: argparse.Namespace) -> Callable[[], int]:
+    """Check all that can be wrong before the program starts; what is returned runs it."""
     module, name, arguments = _program(options.program)
     output = options.output or Path(
         f"{name.rpartition('.')[2] if module else Path(name).stem}.trace"
     )
-
-    with _as_program(module, name, arguments):
-        check(module, name)  # before a trace is made, or replaced, for nothing
-
-    import opdrift
-
-    recorder = opdrift.record(
+    integrations = _integrations(options.integrations)
+    if not isinstance(integrations, str):
+        check_integrations(integrations)
+    with searching_as(module, name):
+        check(module, name)
+    # that it can be written is said now, not when the program imports torch
+    claim(output, rank=announced_rank(os.environ)[0], overwrite=options.overwrite).give_back()
+    recording = Recording(
         output,
         label=options.label,
-        integrations=_integrations(options.integrations),
+        integrations=integrations,
         kernels=options.kernels,
         integrity=options.integrity,
         overwrite=options.overwrite,
     )
-    with _as_program(module, name, arguments):
-        status = _run_traced(recorder, module, name)
-    complain("opdrift", f"the trace is in {output}")
-    return status
+    return partial(_traced, recording, module, name, arguments)
+
+
+def _traced(recording: Recording, module: bool, name: str, arguments: Sequence[str]) -> int:
+    """Run the program. What it raises goes on to Python itself, which shows it and ends as for the program alone."""
+    become(module, name, arguments)
+    when_imported(recording.begin)
+    try:
+        execute(module, name)
+    except BaseException as error:
+        well = isinstance(error, SystemExit) and error.code in (None, 0)
+        recording.end(None if well else error)
+        sys.excepthook = partial(_show, sys.excepthook)
+        raise
+    recording.end(None)
+    return 0
+
+
+def _show(
+    hook: Callable[[type[BaseException], BaseException, TracebackType | None], object],
+    kind: type[BaseException],
+    error: BaseException,
+    trace: TracebackType | None,
+) -> None:
+    """Show an exception as the program's own hook does, without our frames."""
+    trace = program_frames(trace, OUR_FRAMES)
+    sys.last_traceback = trace
+    hook(kind, error.with_traceback(trace), trace)
 
 
 def _program(program: Sequence[str]) -> tuple[bool, str, Sequence[str]]:
@@ -112,9 +138,9 @@ def _program(program: Sequence[str]) -> tuple[bool, str, Sequence[str]]:
         raise InvalidOptionError(
             "run needs a program: opdrift run [options] SCRIPT|-m MODULE [ARGS...]"
         )
-    if not module and not Path(rest[0]).is_file():
+    if not module and not Path(rest[0]).exists():
         raise InvalidOptionError(
-            f"{rest[0]} is no file that could be run; give a Python script, or -m and a module."
+            f"{rest[0]} does not exist; give a Python script, or -m and a module."
         )
     return module, rest[0], rest[1:]
 
@@ -123,65 +149,3 @@ def _integrations(text: str) -> str | tuple[str, ...]:
     if text == "auto":
         return "auto"
     return () if text == "none" else tuple(name.strip() for name in text.split(","))
-
-
-@contextmanager
-def _as_program(module: bool, name: str, arguments: Sequence[str]) -> Iterator[None]:
-    """Let `sys.argv` and `sys.path` be what `python SCRIPT ARGS` would have."""
-    argv, path = sys.argv, sys.path[:]
-    sys.argv = [name, *arguments]
-    sys.path.insert(0, "" if module else str(Path(name).resolve().parent))
-    try:
-        yield
-    finally:
-        sys.argv = argv
-        sys.path[:] = path
-
-
-def _run_traced(recorder: Recorder, module: bool, name: str) -> int:
-    """Run the program as `__main__`; return what Python's exit status would be."""
-    started = False
-    try:
-        with recorder:
-            started = True
-            return _run_as_main(module, name)
-    except SystemExit as end:
-        return _status(end)
-    except BaseException as error:
-        if not started:
-            raise
-        # the program's own: shown as Python shows it, by its own hook if it has one
-        error = error.with_traceback(_below_us(error.__traceback__))
-        sys.excepthook(type(error), error, error.__traceback__)
-        return 130 if isinstance(error, KeyboardInterrupt) else 1
-
-
-def _run_as_main(module: bool, name: str) -> int:
-    try:
-        if module:
-            runpy.run_module(name, run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(name, run_name="__main__")
-    except SystemExit as end:
-        if end.code not in (None, 0):
-            raise  # the trace then says that the run did not end well
-    return 0
-
-
-def _status(end: SystemExit) -> int:
-    if isinstance(end.code, int):
-        return end.code
-    print(end.code, file=sys.stderr)
-    return 1
-
-
-def _below_us(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback from the program's first frame on; all of it if the program has none."""
-    here = trace
-    while here is not None and here.tb_frame.f_code.co_filename in (
-        __file__,
-        runpy.__file__,
-        "<frozen runpy>",
-    ):
-        here = here.tb_next
-    return here or trace

@@ -13,10 +13,10 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-HEADER: Final = "header.json"
-FOOTER: Final = "footer.json"
-CHECKS: Final = "checks.jsonl"
-RANK_FOLDER: Final = "rank-{:05d}"
+from opdrift.tracefile.claiming import CHECKS as CHECKS
+from opdrift.tracefile.claiming import FOOTER as FOOTER
+from opdrift.tracefile.claiming import HEADER as HEADER
+from opdrift.tracefile.claiming import RANK_FOLDER as RANK_FOLDER
 
 _IDS: Final = pa.list_(pa.int64())
 
