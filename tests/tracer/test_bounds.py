@@ -833,6 +833,63 @@ def test_differences_that_flow_in_are_explained_by_the_gain(tmp_path: Path) -> N
     assert all(g.formula > g.cap for g in poles)
 
 
+@pytest.mark.parametrize("foreach", [False, True])
+def test_what_a_small_divisor_magnifies_is_explained(tmp_path: Path, foreach: bool) -> None:
+    """Elements that are zero but for noise, beside larger ones: the norms of both say nothing of their quotient."""
+    size, n = 1e-7, 512
+    above, start = noise(1, (n,), torch.float32), noise(2, (n,), torch.float32)
+    small = torch.arange(n) % 8 == 0
+    above[small] *= 1e-6
+    below = above.abs() + 1e-8
+
+    def moved(t: Tensor) -> Tensor:
+        return t + size * t.norm() / n**0.5 * noise(3, (n,), torch.float32)
+
+    def added(a: Tensor, b: Tensor) -> Tensor:
+        if foreach:
+            return torch._foreach_addcdiv([start * 0, start], [a, a], [b, b], 0.1)[1]
+        return torch.addcdiv(start, a, b, value=0.1)
+
+    calls = [added, lambda a, b: torch.div(a, b)]
+    results, views = recorded(tmp_path / "t", [lambda f=f: f(above, below) for f in calls])
+
+    for call, result, view in zip(calls, results, views, strict=True):
+        gain = gain_limit(view, 1 if foreach and call is added else 0)
+        differs = relative(result, call(moved(above), moved(above).abs() + 1e-8))
+        assert 100 * size < differs <= gain.formula * size, view.name
+        assert gain.formula < 1e9
+        assert gain.formula > gain.cap  # an amplifier, and called so
+
+
+def test_an_optimizer_that_divides_noise_by_noise_is_no_fault(tmp_path: Path) -> None:
+    """The gradient of a key's bias is zero but for rounding, and AdamW steps by its sign: rounding, amplified."""
+
+    def train(fused: bool, path: Path) -> None:
+        torch.manual_seed(0)
+        layer, out = torch.nn.Linear(32, 96), torch.nn.Linear(32, 1)
+        x, y = torch.randn(8, 6, 32), torch.randn(8, 6, 1)
+        optimizer = torch.optim.AdamW([*layer.parameters(), *out.parameters()], lr=1e-2)
+        with opdrift.record(path, model=torch.nn.ModuleList([layer, out])):
+            for _ in range(2):
+                optimizer.zero_grad()
+                parts = layer(x).unflatten(-1, (3, 4, 8)).unbind(2)
+                q, k, v = (t.transpose(1, 2) for t in parts)
+                if fused:
+                    heads = F.scaled_dot_product_attention(q, k, v)
+                else:
+                    heads = (q @ k.mT / 8**0.5).softmax(-1) @ v
+                (out(heads.transpose(1, 2).flatten(2)) - y).square().mean().backward()
+                optimizer.step()
+
+    train(True, tmp_path / "fused")
+    train(False, tmp_path / "in ops")
+
+    found = opdrift.diff(tmp_path / "fused", tmp_path / "in ops")
+
+    assert found.verdict == "rounding"
+    assert any(each.op.startswith("aten.addcdiv_") for each in found.amplifiers)
+
+
 def test_a_fault_larger_than_what_flows_in_is_not_explained(tmp_path: Path) -> None:
     """A fault 30 times the incoming difference exceeds cap times it plus the local bound."""
     x, w = noise(1, (64, 128), torch.float32), noise(2, (96, 128), torch.float32) / 11

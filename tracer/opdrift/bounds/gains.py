@@ -10,7 +10,7 @@ import math
 
 from opdrift.bounds.formulas import attention_operands, centring
 from opdrift.bounds.products import product
-from opdrift.bounds.view import TINY, OpView
+from opdrift.bounds.view import TINY, Operand, OpView
 
 
 def product_gain(view: OpView, output: int) -> float:
@@ -35,6 +35,43 @@ def sum_gain(view: OpView, output: int) -> float:
         return 4.0
     length = max(source.n / max(result.n, 1), 1)
     return 8 * source.l2 * math.sqrt(length) / max(result.l2, TINY) + 4
+
+
+def quotient_gain(view: OpView, output: int) -> float:
+    """G = (||a|| + absmax(a / b) ||b||) / (absmin b ||a / b||): a divisor near 0 magnifies what differs there.
+
+    To first order, element by element: d(a / b) = da / b - (a / b) db / b.
+    """
+    above, below = view.tensor_of("self", output), view.tensor_of("other", output)
+    result = view.result(output)
+    if below is None:  # by a number
+        return addition_gain(view, output)
+    return _quotient(above, below, result.absmax, 1.0, result.l2)
+
+
+def added_quotient_gain(view: OpView, output: int) -> float:
+    """As `addition_gain` and `quotient_gain`: the quotient's largest element is at most what self and result hold.
+
+    Adam's step is m / (sqrt(v) + eps): for a gradient that is zero but for rounding, a key's bias, both are noise.
+    """
+    own, result = view.tensor_of("self", output), view.result(output)
+    above, below = view.tensor_of("tensor1", output), view.tensor_of("tensor2", output)
+    added = addition_gain(view, output)
+    if own is None or below is None or own.absmax is None or result.absmax is None:
+        return math.inf
+    factor = abs(view.number("value", 1.0))
+    return added + _quotient(above, below, own.absmax + result.absmax, factor, result.l2)
+
+
+def _quotient(
+    above: Operand | None, below: Operand, largest: float | None, factor: float, norm: float | None
+) -> float:
+    """The gain of `factor` a / b, of which no element is above `largest`, in something of this norm."""
+    if above is None or above.l2 is None or below.l2 is None or not below.absmin:
+        return math.inf
+    if largest is None or norm is None:
+        return math.inf
+    return (factor * above.l2 + largest * below.l2) / (below.absmin * max(norm, TINY))
 
 
 def softmax_gain(view: OpView, _output: int) -> float:

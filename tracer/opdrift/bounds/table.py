@@ -186,7 +186,8 @@ FAMILIES: Final = (
         gain=g.unlimited_gain,
         unbounded=True,
     ),
-    Family("fused multiply-add", _ops("addcmul addcdiv lerp hardswish hardsigmoid linspace logspace"), constant(1), fused=True, gain=g.addition_gain),
+    Family("fused multiply-add", _ops("addcdiv"), constant(1), fused=True, gain=g.added_quotient_gain),
+    Family("fused multiply-add", _ops("addcmul lerp hardswish hardsigmoid linspace logspace"), constant(1), fused=True, gain=g.addition_gain),
     Family("addition", _ops("add sub rsub"), constant(1), fused=True, gain=g.addition_gain),
     # One correctly rounded operation: equal in float32 in every kernel that was tried; float16 kernels
     # that go through float32 give one unit in the last place in a few elements.
@@ -204,10 +205,11 @@ FAMILIES: Final = (
         exact=True,
         discrete=True,
     ),
+    Family("exact", _ops("div"), _ZERO, gain=g.quotient_gain, exact=True),
     Family(
         "exact",
         _ops(
-            "mul div neg abs reciprocal square relu relu6 leaky_relu prelu hardtanh hardshrink softshrink threshold clamp clamp_min"
+            "mul neg abs reciprocal square relu relu6 leaky_relu prelu hardtanh hardshrink softshrink threshold clamp clamp_min"
             " clamp_max maximum minimum max min amax amin aminmax fmax fmin where masked_fill masked_scatter nan_to_num copysign"
             " positive ldexp frexp nextafter real imag conj _conj conj_physical view_as_real view_as_complex"
             " threshold_backward hardtanh_backward leaky_relu_backward native_dropout native_dropout_backward dropout"

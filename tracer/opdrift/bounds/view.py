@@ -62,6 +62,13 @@ class OpView:
                 return self.operand(position)
         return None
 
+    def tensor_of(self, name: str, output: int) -> Operand | None:
+        """As `tensor`; of a list of tensors, as the foreach forms take, the one that belongs to an output."""
+        if (position := self._position(name)) is None:
+            return None
+        position += output if isinstance(self.arguments[name], tuple) else 0
+        return self.operand(position) if position < len(self.input_metas) else None
+
     def operand(self, position: int) -> Operand:
         """The tensor argument at a position among the tensor arguments."""
         return Operand(self.inputs[position], self.input_metas[position])
@@ -134,6 +141,15 @@ class Operand:
         if self.fingerprint is None or not math.isfinite(self.fingerprint.absmax):
             return None
         return self.fingerprint.absmax
+
+    @property
+    def absmin(self) -> float | None:
+        """Smallest magnitude among the finite components, at least: 0 where some are above and some below zero."""
+        if self.fingerprint is None or not math.isfinite(
+            self.fingerprint.min + self.fingerprint.max
+        ):
+            return None
+        return max(self.fingerprint.min, -self.fingerprint.max, 0.0)
 
     @property
     def mean(self) -> float | None:
