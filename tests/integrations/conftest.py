@@ -8,7 +8,7 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,11 @@ class FakeRecorder:
         finally:
             self.paused -= 1
 
+    @contextlib.contextmanager
+    def quiet(self) -> Iterator[None]:
+        with self.pause(), torch.no_grad():
+            yield
+
     def name_tensor(self, tensor: torch.Tensor, name: str, *, kind: str = "parameter") -> None:
         self.names.append((kind, name, tensor.detach().clone()))
 
@@ -65,6 +70,15 @@ class FakeRecorder:
         content = tensor.detach().clone().reshape(-1).view(torch.uint8).numpy().tobytes()
         raw = int.from_bytes(hashlib.sha256(content).digest()[:7], "little") if any(content) else 0
         return FakeDigest(raw, tensor.numel(), tensor.element_size())
+
+    def digests(
+        self, contents: Iterable[tuple[torch.Tensor, Sequence[int]]]
+    ) -> list[FakeDigest | None]:
+        return [
+            self.digest(piece)
+            for tensor, sizes in contents
+            for piece in tensor.reshape(-1)[: sum(sizes)].split(list(sizes))
+        ]
 
     def writes(self, tensor: torch.Tensor) -> int:
         return tensor._version

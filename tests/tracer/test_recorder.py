@@ -7,12 +7,14 @@ import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from recordings import recording
 from torch import nn
 from torch.nn.modules import module as torch_modules
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import opdrift
 from opdrift import recorder as recorder_module
@@ -302,11 +304,13 @@ def test_a_setting_that_changes_is_a_mark():
         lambda recorder: recorder.mark("step"),
         lambda recorder: recorder.scope("loss"),
         lambda recorder: recorder.pause(),
+        lambda recorder: recorder.quiet(),
         lambda recorder: recorder.name_tensor(torch.ones(2), "x"),
         lambda recorder: recorder.digest(torch.ones(2)),
+        lambda recorder: recorder.digests([(torch.ones(2), (1, 1))]),
         lambda recorder: recorder.clean_path(nn.Linear(1, 1)),
     ],
-    ids=["mark", "scope", "pause", "name_tensor", "digest", "clean_path"],
+    ids=["mark", "scope", "pause", "quiet", "name_tensor", "digest", "digests", "clean_path"],
 )
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_a_recorder_that_is_not_open_says_so(
@@ -328,6 +332,8 @@ def test_a_recorder_that_is_not_open_says_so(
         (lambda recorder: recorder.name_tensor(torch.ones(2), 3), "text"),
         (lambda recorder: recorder.name_tensor(torch.ones(2), "x", kind="weight"), "choose one of"),
         (lambda recorder: recorder.digest([1.0]), "no tensor"),
+        (lambda recorder: recorder.digests([([1.0], (1,))]), "no tensor"),
+        (lambda recorder: recorder.digests([(torch.ones(3), (2, 2))]), "2, 2 elements of .* 3"),
         (lambda recorder: recorder.scope(""), "text"),
     ],
 )
@@ -402,6 +408,57 @@ def test_equal_contents_have_equal_digests():
 def test_a_content_that_cannot_be_read_has_no_digest():
     with recording() as found:
         assert found.recorder.digest(torch.ones(2, device="meta")) is None
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(10.0),
+        torch.arange(10.0).reshape(2, 5).t(),
+        torch.arange(10.0).to(torch.float8_e5m2),
+        torch.arange(20.0).reshape(10, 2).view(torch.complex64).reshape(10),
+        torch.arange(10.0).conj_physical().neg(),
+    ],
+    ids=["plain", "transposed", "fp8", "complex", "computed"],
+)
+def test_stretches_of_a_tensor_have_the_digests_that_they_have_alone(tensor: torch.Tensor):
+    """Stretches are cut in row-major order, whatever the layout; what follows the last one is left out."""
+    with recording() as found:
+        together = found.recorder.digests([(tensor, (3, 0, 6))])
+        flat = tensor.reshape(-1)
+        alone = [found.recorder.digest(flat[a:b]) for a, b in ((0, 3), (3, 3), (3, 9))]
+
+    assert together == alone
+
+
+def test_stretches_of_a_content_that_cannot_be_read_have_no_digests():
+    freed = torch.ones(4)
+    freed.untyped_storage().resize_(0)
+
+    with recording() as found:
+        digests = found.recorder.digests([(freed, (1, 3)), (torch.ones(1), (1,))])
+
+    assert digests[:2] == [None, None]
+    assert digests[2] is not None
+
+
+def test_no_mode_sees_what_is_done_quietly():
+    """The recorder does not record it, and a mode of the program does not meet it either."""
+    seen: list[str] = []
+
+    class Witness(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Witness(), recording() as found:
+        x = torch.ones(2, requires_grad=True)
+        seen.clear()
+        with found.recorder.quiet():
+            y = x * 2
+
+    assert (seen, y.requires_grad) == ([], False)
+    assert [op.name for op in found.ops] == ["aten.ones.default"]
 
 
 def test_a_digest_records_no_ops():

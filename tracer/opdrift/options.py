@@ -155,6 +155,15 @@ def check_tensor(function: str, tensor: object) -> None:
         raise InvalidOptionError(f"{function}() was given a {type(tensor).__name__}, no tensor.")
 
 
+def check_stretches(function: str, tensor: torch.Tensor, sizes: Sequence[int]) -> None:
+    """Refuse stretches that reach beyond a tensor's end."""
+    if sum(sizes) > tensor.numel():
+        raise InvalidOptionError(
+            f"{function}() was given stretches of {', '.join(map(str, sizes))} elements of a tensor that has"
+            f" {tensor.numel()}."
+        )
+
+
 def finite(value: Any) -> Any:
     """Fields of a mark, numbers that JSON has no word for as text."""
     if isinstance(value, float):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
@@ -60,11 +60,17 @@ class RecorderLike(Protocol):
     def pause(self) -> AbstractContextManager[None]:
         """Ops inside are not recorded."""
 
+    def quiet(self) -> AbstractContextManager[None]:
+        """Ops inside are the integration's own: nobody sees them, no mode of the program either, and they have no graph."""
+
     def name_tensor(self, tensor: Any, name: str, *, kind: str = "parameter") -> None:
         """Give a tensor's present content a name; it is fingerprinted now, also if it is a view."""
 
     def digest(self, tensor: Any) -> Digest | None:
         """The digest of a tensor's present content; None if it cannot be read now."""
+
+    def digests(self, contents: Iterable[tuple[Any, Sequence[int]]]) -> Sequence[Digest | None]:
+        """As `digest`, of stretches that follow each other: (tensor, elements of each stretch), each of its own digest."""
 
     def writes(self, tensor: Any) -> int:
         """How often a tensor's storage is known to have been written; 0 if nothing is known of it."""

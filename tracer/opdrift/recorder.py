@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -31,7 +31,7 @@ from opdrift.compilations import Compilations
 from opdrift.errors import InvalidOptionError, RecorderStateError
 from opdrift.fingerprint.devices import Devices
 from opdrift.fingerprint.engine import load_engine
-from opdrift.fingerprint.tensors import WITHOUT_CONTENT
+from opdrift.fingerprint.tensors import WITHOUT_CONTENT, stretches
 from opdrift.imports import watch_imports
 from opdrift.interning import Interning
 from opdrift.kernels.answers import Answers
@@ -39,7 +39,14 @@ from opdrift.kernels.full import watching
 from opdrift.mode import RecordingMode
 from opdrift.naming import Naming
 from opdrift.neutral import around_compilation, dispatch_keys, silent
-from opdrift.options import Options, check_options, check_tensor, check_text, finite
+from opdrift.options import (
+    Options,
+    check_options,
+    check_stretches,
+    check_tensor,
+    check_text,
+    finite,
+)
 from opdrift.plugins import Integration, OwnsParameters, SeesCalls, installed_integrations
 from opdrift.records import TRACE_SCHEMA, Batch
 from opdrift.scopes import Scopes, name_arguments, walk
@@ -466,6 +473,18 @@ class Recorder:
         finally:
             t.paused -= 1
 
+    def quiet(self) -> AbstractContextManager[None]:
+        """Ops inside are an integration's own: no mode or subclass sees them, and they have no graph.
+
+        Unlike those inside `pause`, they do not come by this recorder or by a mode of the program, which takes
+        several times as long as a small op does.
+
+        Raises:
+            RecorderStateError: The recorder is not open.
+        """
+        self._must_be_open("quiet")
+        return _unseen()
+
     def name_tensor(self, tensor: torch.Tensor, name: str, *, kind: str = "parameter") -> None:
         """Give a tensor's present content a name in the trace; it is fingerprinted now, also if it is a view.
 
@@ -508,6 +527,37 @@ class Recorder:
             row = self._devices.now(tensor)
             return None if row is None else Digest(int(row["raw"]), int(row["n"]), int(row["code"]))
 
+    def digests(
+        self, contents: Iterable[tuple[torch.Tensor, Sequence[int]]]
+    ) -> list[Digest | None]:
+        """As `digest`, of stretches that follow each other in tensors, looking at each tensor once.
+
+        Args:
+            contents: Tensors, and of how many elements each stretch is, from the first element on in row-major order.
+
+        Returns:
+            The digests of all stretches in order; None for those of a tensor that cannot be read now.
+
+        Raises:
+            RecorderStateError: The recorder is not open.
+            InvalidOptionError: Something else than a tensor is among them, or its stretches are longer than it.
+        """
+        self._must_be_open("digests")
+        found: list[Digest | None] = []
+        with _unseen():
+            for tensor, sizes in contents:
+                check_tensor("digests", tensor)
+                check_stretches("digests", tensor, sizes)
+                found += self._digests(tensor, sizes)
+        return found
+
+    def _digests(self, tensor: torch.Tensor, sizes: Sequence[int]) -> Iterable[Digest | None]:
+        if self._engine.can_fingerprint(tensor) is not None or self._values.is_pending(tensor):
+            return [None] * len(sizes)
+        if self._values.is_elsewhere(tensor):
+            return [self.digest(stretch) for stretch in stretches(tensor, sizes)]
+        return [Digest(*each) for each in self._engine.digests(tensor, sizes)]
+
     def writes(self, tensor: torch.Tensor) -> int:
         """How often a tensor's storage is known to have been written; 0 if nothing is known of it.
 
@@ -517,8 +567,7 @@ class Recorder:
         """
         self._must_be_open("writes")
         check_tensor("writes", tensor)
-        found = self._values.value_of(tensor)
-        return 0 if found is None else found[0].writes
+        return self._values.writes(tensor)
 
     def clean_path(self, module: Module) -> str | None:
         """The scope path of a module, wrapper segments stripped; None if the module is unknown.
@@ -682,6 +731,13 @@ class Recorder:
             "start_unix_ns": time.time_ns(),
             "start_ns": now(),
         }
+
+
+@contextmanager
+def _unseen() -> Iterator[None]:
+    """Ops inside run below every mode and subclass, and without a graph."""
+    with silent(), torch._C.DisableTorchFunction(), torch.no_grad():
+        yield
 
 
 def _rank() -> tuple[int | None, int | None]:

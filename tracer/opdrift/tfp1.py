@@ -16,7 +16,7 @@ import enum
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Final
 
 VERSION: Final = 1
@@ -153,9 +153,15 @@ def concat(parts: Iterable[tuple[int, int]]) -> int:
     """The digest of parts laid end to end, each given as its digest and its number of digits."""
     raw, offset = 0, 0
     for part, length in parts:
-        raw = (raw + part * pow(R, offset, P)) % P
+        raw = (raw + part * _shift(offset)) % P
         offset += length
     return raw
+
+
+@lru_cache(maxsize=4096)
+def _shift(offset: int) -> int:
+    """`R**offset mod P`: an FSDP unit is composed at the same offsets at every gather."""
+    return pow(R, offset, P)
 
 
 def remove_suffix(raw: int, kept_digits: int, suffix: int) -> int:

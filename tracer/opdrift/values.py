@@ -656,9 +656,14 @@ class Values:
 
     def is_pending(self, tensor: Tensor) -> bool:
         """Whether a copy or a collective is known to fill a tensor still."""
-        known = self.value_of(tensor)
-        special = None if known is None else known[0].special
+        state: StorageState | None = getattr(tensor.untyped_storage(), self.key, None)
+        special = None if state is None else state.special
         return isinstance(special, InFlight) and special.is_pending()
+
+    def writes(self, tensor: Tensor) -> int:
+        """How often a tensor's storage is known to have been written; 0 if nothing is known of it."""
+        state: StorageState | None = getattr(tensor.untyped_storage(), self.key, None)
+        return 0 if state is None else state.writes
 
     def skip(self, reason: str) -> None:
         """Note that a content was left out."""

@@ -261,7 +261,7 @@ class Watcher:
         before = after = self._recorder.digest(source)
         copied, intact = not _is_alias(new, source), None if before is None else True
         if copied:
-            with self._recorder.pause(), torch.no_grad():
+            with self._recorder.quiet():
                 after = self._recorder.digest(new)
                 cast = source if source.dtype == new.dtype else source.to(new.dtype)
                 wanted = before if cast is source else self._recorder.digest(cast)

@@ -32,13 +32,13 @@ from fairscale.nn.misc.flatten_params_wrapper import FlattenParamsWrapper
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
-from opdrift.plugins import Digest, RecorderLike
+from opdrift.plugins import RecorderLike
 from opdrift_integrations.digests import as_field, end_to_end, same
 from opdrift_integrations.fairscale.layout import buffers, rebound
 from opdrift_integrations.patching import watch_all
 from opdrift_integrations.paths import join
 from opdrift_integrations.tensors import between, dtype_name, is_readable, storage_id
-from opdrift_integrations.torch_fsdp.gathers import Follower, Unit
+from opdrift_integrations.torch_fsdp.gathers import Digests, Follower, Unit
 from opdrift_integrations.torch_fsdp.memory import FlatMemory, Memory
 
 Observation = Generator[None, Any, None]
@@ -63,7 +63,7 @@ class _Unit:
 class _Follower(Follower):
     """fairscale casts and moves in calls of their own, which are watched."""
 
-    def copied(self, unit: Unit, found: list[Digest | None]) -> dict[str, Any]:
+    def copied(self, unit: Unit, found: Digests) -> dict[str, Any]:
         """Whether pieces that were copied, and cast, are those of the shard; the parameters where they are not."""
         return self._checked(unit, found)
 
@@ -148,7 +148,7 @@ class Watcher:
             if new is old:
                 continue
             path = self._recorder.clean_path(module)
-            with self._recorder.pause(), torch.no_grad():
+            with self._recorder.quiet():
                 source, destination = self._recorder.digest(old), self._recorder.digest(new)
                 back = new.to(device=old.device, dtype=old.dtype)
                 lossless = same(source, self._recorder.digest(back))
@@ -178,9 +178,12 @@ class Watcher:
             if copied or parameter._is_sharded:
                 master = parameter._fp32_shard
                 dtype = unit.compute_dtype if copied and unit.mixed_precision else master.dtype
-                self._follower.read_shard(
-                    buffer, _memory(buffer, parameter, master), dtype, _phase(unit)
-                )
+                with self._recorder.quiet():
+                    memory = _memory(buffer, parameter, master)
+                sent = (
+                    fresh and not copied
+                )  # copies have marks of their own, which hold them against the shard
+                self._follower.read_shard(buffer, memory, dtype, _phase(unit), sent=sent)
         yield
         for index, parameter in enumerate(unit.params):
             self._gathered(unit, state, index, parameter, fresh=fresh)
@@ -197,7 +200,8 @@ class Watcher:
                 if whole is None or storage_id(whole) != state.into[index]:
                     continue
                 buffer = state.buffers[index]
-                memory = _memory(buffer, parameter, whole)
+                with self._recorder.quiet():
+                    memory = _memory(buffer, parameter, whole)
                 exchanged = rebound(buffer.buffer, parameter, whole) if is_readable(whole) else []
                 self._follower.released(buffer, memory, _phase(unit), exchanged)
         yield
@@ -208,10 +212,11 @@ class Watcher:
             return
         self._follower.step += 1
         try:
-            for unit, state in list(self._units.items()):
-                for buffer, parameter in zip(state.buffers, unit.params, strict=True):
-                    memory = _memory(buffer, parameter, parameter._fp32_shard)
-                    self._follower.stepped(buffer, memory)
+            with self._recorder.quiet():
+                for unit, state in list(self._units.items()):
+                    for buffer, parameter in zip(state.buffers, unit.params, strict=True):
+                        memory = _memory(buffer, parameter, parameter._fp32_shard)
+                        self._follower.stepped(buffer, memory)
         except Exception as error:  # the program's step is done, and goes on
             self._follower.failed(error)
 
@@ -330,26 +335,21 @@ class Watcher:
         if storage_id(content) == storage_id(parameter._fp32_shard):
             # one rank, nothing cast or moved: the parameters are the master itself
             if state.path is not None and (fresh or not state.named):
-                with self._recorder.pause(), torch.no_grad():
+                with self._recorder.quiet():
                     memory = _memory(buffer, parameter, content)
                     self._follower.name_parameters(buffer, memory)
             return
         self._storages[storage_id(content)] = (state.path, buffer.buffer.name)
-        with torch.no_grad(), self._recorder.pause():
+        with self._recorder.quiet():
             # the padding lies behind the view that fairscale trimmed
             full = content.reshape(-1).as_strided((buffer.buffer.size,), (1,), 0)
             memory = _memory(buffer, parameter, full)
         told = self._follower.gathered if fresh else self._follower.used
         told(buffer, memory, _phase(unit), _ranks(unit))
 
-    def _pieces(self, buffer: Unit, shard: Any) -> list[Digest | None]:
+    def _pieces(self, buffer: Unit, shard: Any) -> Digests:
         """The digests of a shard, cut as that of its buffer is."""
-        with self._recorder.pause(), torch.no_grad():
-            flat = shard.reshape(-1)
-            return [
-                self._recorder.digest(flat[piece.start : piece.start + piece.size])
-                for piece in buffer.mine
-            ]
+        return self._recorder.digests([(shard, [piece.size for piece in buffer.mine])])
 
     def _mark(self, kind: str, unit: str | None, phase: str | None, **fields: Any) -> None:
         self._recorder.mark(kind, library=LIBRARY, unit=unit, phase=phase, **fields)

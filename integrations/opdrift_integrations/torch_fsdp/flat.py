@@ -58,18 +58,19 @@ class FlatWatcher:
         unit = self._unit(handle)
         if unit is None:
             return
-        with self._follower.quiet():
+        with self._recorder.quiet():
             memory, fresh = _memory(unit, handle), bool(handle.needs_unshard())
         if memory is None:
             # one rank in full precision: the flat parameter is the parameters themselves
             yield
             if unit.path is not None:
-                with self._follower.quiet():
+                with self._recorder.quiet():
                     own = _over(unit, handle, handle.flat_param.data)
                     self._follower.name_parameters(unit, own)
             return
         fresh = fresh or not handle.uses_sharded_strategy
-        self._follower.read_shard(unit, memory, memory.whole.dtype, phase_of(handle))
+        dtype, phase = memory.everything.dtype, phase_of(handle)
+        self._follower.read_shard(unit, memory, dtype, phase, sent=fresh)
         yield
         if fresh:
             self._follower.gathered(unit, memory, phase_of(handle), _ranks(handle))
@@ -80,7 +81,7 @@ class FlatWatcher:
         """`reshard`: the shard takes the place of what was gathered."""
         unit = self._units.get(handle)
         if unit is not None and free_unsharded_flat_param:
-            with self._follower.quiet():
+            with self._recorder.quiet():
                 memory = _memory(unit, handle)
             if memory is not None:
                 rebound = _rebound(unit, handle, memory)
@@ -127,7 +128,7 @@ class FlatWatcher:
             return None
         path = self._recorder.clean_path(handle._fully_sharded_module)
         if found is None or found.path != path:
-            with self._follower.quiet():
+            with self._recorder.quiet():
                 buffer = buffer_of(handle, path or "")
             found = Unit(path, buffer, bool(handle._offload_params), blocking=False)
             self._units[handle] = found
@@ -159,7 +160,7 @@ class FlatWatcher:
 
     def _cast_buffer(self, module: Any, name: str, old: Any, new: Any) -> None:
         path = self._recorder.clean_path(module)
-        with self._follower.quiet():
+        with self._recorder.quiet():
             source, destination = self._recorder.digest(old), self._recorder.digest(new.data)
             back = new.data.to(device=old.device, dtype=old.dtype)
             lossless = same(source, self._recorder.digest(back))
@@ -239,7 +240,7 @@ def _rebound(unit: Unit, handle: Any, memory: FlatMemory) -> list[str]:
         present = getattr(info.module, info.param_name, None)
         if not isinstance(present, torch.Tensor) or not present.numel():
             continue
-        if storage_id(present) not in (storage_id(memory.whole), storage_id(memory.master)):
+        if storage_id(present) not in (storage_id(memory.everything), storage_id(memory.master)):
             found.append(part.name)
     return found
 

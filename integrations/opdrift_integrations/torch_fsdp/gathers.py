@@ -31,17 +31,16 @@ parameter (FSDP2; offsets count from the start of a shard).
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from opdrift.plugins import Digest, RecorderLike
-from opdrift_integrations.digests import as_field, end_to_end, raw_field, same
+from opdrift_integrations.digests import as_field, cast_digests, end_to_end, raw_field, same
 from opdrift_integrations.failures import Failures
 from opdrift_integrations.layouts import Buffer
 from opdrift_integrations.tensors import between, dtype_name, is_readable, storage_id
@@ -51,7 +50,7 @@ _log = logging.getLogger(__name__)
 
 LIBRARY = "torch_fsdp"
 
-Digests = list[Digest | None]
+Digests = Sequence[Digest | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,17 +80,21 @@ class Unit:
     pieces: tuple[Piece, ...] = ()
     #: The pieces of this rank's shard.
     mine: tuple[Piece, ...] = ()
+    #: What every mark says of the buffer.
+    fields: dict[str, Any] = field(default_factory=dict)
     #: Its shard has been named.
     named: bool = False
     nth: dict[str, int] = field(default_factory=dict)
     seen: _Seen | None = None
+    #: Nothing is known to have written the shard since then, and what arrives from it tells whether that is so.
+    unread: bool = False
     #: This rank's shard in the dtype that is gathered, per piece, and what it was cast from.
     source: Digests = field(default_factory=list)
     cast_from: Digests = field(default_factory=list)
     cast_dtype: torch.dtype | None = None
-    #: Each parameter as it was gathered, and this rank's pieces.
-    wholes: Digests = field(default_factory=list)
+    #: Each piece as it was gathered, and what they are of each parameter.
     arrived: Digests = field(default_factory=list)
+    wholes: Digests = field(default_factory=list)
     #: Each parameter as it was when the trace was last told its name.
     called: Digests = field(default_factory=list)
 
@@ -99,6 +102,12 @@ class Unit:
         """Cut the buffer."""
         self.pieces = pieces_of(self.buffer)
         self.mine = tuple(piece for piece in self.pieces if piece.owner == self.buffer.rank)
+        self.fields = self.buffer.as_fields()
+
+    def mine_of(self, digests: Digests) -> Digests:
+        """Of digests of all pieces, those of this rank's shard."""
+        of_pieces = zip(self.pieces, digests, strict=True)
+        return [digest for piece, digest in of_pieces if piece.owner == self.buffer.rank]
 
 
 class Follower:
@@ -123,12 +132,6 @@ class Follower:
         """Whether this recorder is meant: its thread, or a unit that it knows (backward has its own)."""
         return known or threading.get_ident() == self._thread
 
-    @contextlib.contextmanager
-    def quiet(self) -> Iterator[None]:
-        """Ops inside are ours: not recorded, and without a graph."""
-        with self.recorder.pause(), torch.no_grad():
-            yield
-
     def lacks(self, what: str, missing: Sequence[str]) -> None:
         """Say that this torch has not what one of its FSDPs is watched by."""
         _log.warning(
@@ -151,33 +154,60 @@ class Follower:
             unit=unit.path,
             phase=phase,
             step=self.step,
-            **buffer.as_fields(),
+            **unit.fields,
             layout=buffer.layout,
             **fields,
         )
 
     # ---- the shard ----------------------------------------------------------------------------------
 
-    def read_shard(self, unit: Unit, memory: Memory, dtype: torch.dtype, phase: str) -> None:
-        """Read this rank's shard where FSDP is about to use it, as it will be cast."""
-        with self.quiet():
+    def read_shard(
+        self, unit: Unit, memory: Memory, dtype: torch.dtype, phase: str, *, sent: bool
+    ) -> None:
+        """Read this rank's shard where FSDP is about to use it, as it will be cast.
+
+        Args:
+            unit: What is known of the unit.
+            memory: Where the shard lies.
+            dtype: In which it is gathered.
+            phase: What it is gathered for.
+            sent: It is gathered now. A shard that nothing has written is not read then: what arrives is read, and
+                is the shard's content bit for bit unless it was cast.
+        """
+        with self.recorder.quiet():
             if not unit.named and unit.path is not None:
                 self._name_shard(unit, memory)
-            held = self._look(unit, memory, phase)
-            if unit.cast_dtype is not dtype or not _alike(held, unit.cast_from):
-                unit.source = [self._cast(memory.own(piece), dtype) for piece in unit.mine]
-                unit.cast_from, unit.cast_dtype = held, dtype
+            as_kept = all(master.dtype == dtype for master in memory.masters)
+            writes, seen = _writes(self.recorder, memory), unit.seen
+            unit.unread = (
+                sent
+                and as_kept
+                and seen is not None
+                and (seen.storages, seen.writes) == (_storages(memory), writes)
+            )
+            if unit.unread and seen is not None:
+                held = seen.pieces
+            else:
+                held = self._look(unit, memory, phase, writes)
+            if unit.cast_dtype is dtype and _alike(held, unit.cast_from):
+                return
+            if as_kept or None in held:
+                unit.source = held
+            else:
+                unit.source = cast_digests(self.recorder, memory.shard(unit.mine), dtype)
+            unit.cast_from, unit.cast_dtype = held, dtype
 
     def stepped(self, unit: Unit, memory: Memory) -> None:
         """An optimizer has made a step: learn what the shard holds now, so that a hidden write shows."""
-        seen = unit.seen
-        if seen is None or _writes(self.recorder, memory) == seen.writes:
+        seen, writes = unit.seen, _writes(self.recorder, memory)
+        if seen is None or writes == seen.writes:
             return
-        with self.quiet():
-            unit.seen = self._see(unit, memory)
+        with self.recorder.quiet():
+            unit.seen = self._see(unit, memory, writes)
 
-    def _look(self, unit: Unit, memory: Memory, phase: str) -> Digests:
-        now, before = self._see(unit, memory), unit.seen
+    def _look(self, unit: Unit, memory: Memory, phase: str, writes: tuple[int, ...]) -> Digests:
+        """Read the shard; a mark tells where it changed although nothing has written it."""
+        now, before = self._see(unit, memory, writes), unit.seen
         unit.seen = now
         untouched = before is not None and (before.storages, before.writes) == (
             now.storages,
@@ -194,12 +224,9 @@ class Follower:
             self.mark("shard-changed", unit, phase, mismatch=changed)
         return now.pieces
 
-    def _see(self, unit: Unit, memory: Memory) -> _Seen:
-        return _Seen(
-            tuple(storage_id(master) for master in memory.masters),
-            _writes(self.recorder, memory),
-            [self.recorder.digest(memory.own(piece)) for piece in unit.mine],
-        )
+    def _see(self, unit: Unit, memory: Memory, writes: tuple[int, ...]) -> _Seen:
+        found = self.recorder.digests(memory.shard(unit.mine))
+        return _Seen(_storages(memory), writes, found)
 
     def _name_shard(self, unit: Unit, memory: Memory) -> None:
         unit.named = True
@@ -212,18 +239,20 @@ class Follower:
                 content = memory.own(piece)[:held]
                 self.recorder.name_tensor(content, part.name, kind="shard")
 
-    def _cast(self, tensor: Any, dtype: torch.dtype) -> Digest | None:
-        """The digest that `tensor` has in another precision."""
-        return self.recorder.digest(tensor if tensor.dtype == dtype else tensor.to(dtype))
-
     # ---- what was gathered --------------------------------------------------------------------------
 
     def gathered(self, unit: Unit, memory: Memory, phase: str, ranks: Sequence[int] | None) -> None:
         """The parameters were put together from what `read_shard` saw."""
-        with self.quiet():
-            found = self._arrived(unit, memory)
-        segments = _joined_by(found, [piece.owner for piece in unit.pieces], unit.buffer.ranks)
-        checked = self._checked(unit, unit.arrived)
+        with self.recorder.quiet():
+            self._look_at_gathered(unit, memory)
+            if unit.unread and not _alike(unit.mine_of(unit.arrived), unit.source):
+                # the shard was written past the dispatcher, or the gather is wrong
+                assert unit.seen is not None
+                unit.source = self._look(unit, memory, phase, unit.seen.writes)
+                unit.cast_from = unit.source
+        owners = [piece.owner for piece in unit.pieces]
+        segments = _joined_by(unit.arrived, owners, unit.buffer.ranks)
+        checked = self._checked(unit, unit.mine_of(unit.arrived))
         self._sent(unit, memory, phase, checked["intact"])
         self._told(
             "gather",
@@ -238,26 +267,24 @@ class Follower:
 
     def used(self, unit: Unit, memory: Memory, phase: str, ranks: Sequence[int] | None) -> None:
         """The parameters were still there; `read_shard` has seen the shard as it is now."""
-        with self.quiet():
+        with self.recorder.quiet():
             if not unit.wholes:  # gathered before this was recorded
-                self._arrived(unit, memory)
-            mine = [self.recorder.digest(memory.full(piece)) for piece in unit.mine]
+                self._look_at_gathered(unit, memory)
+            mine = self.recorder.digests(memory.segment(unit.mine))
         self._told("use", unit, memory, phase, ranks, **self._checked(unit, mine))
 
-    def _arrived(self, unit: Unit, memory: Memory) -> Digests:
-        """Learn what the model computes with, and name it if that is new; the digest of each piece."""
-        found = [self.recorder.digest(memory.full(piece)) for piece in unit.pieces]
-        parts = [piece.part for piece in unit.pieces]
-        unit.wholes = _joined_by(found, parts, len(unit.buffer.parts))
+    def _look_at_gathered(self, unit: Unit, memory: Memory) -> None:
+        """Learn what the model computes with, and name it if that is new."""
+        unit.arrived = self.recorder.digests(memory.whole(unit.pieces))
+        unit.wholes = self._wholes(unit, unit.arrived)
         if unit.path is not None and not _alike(unit.wholes, unit.called):
             self.name_parameters(unit, memory)
             unit.called = unit.wholes
-        unit.arrived = [
-            digest
-            for piece, digest in zip(unit.pieces, found, strict=True)
-            if piece.owner == unit.buffer.rank
-        ]
-        return found
+
+    def _wholes(self, unit: Unit, found: Digests) -> Digests:
+        """What the pieces of each parameter are end to end."""
+        parts = [piece.part for piece in unit.pieces]
+        return _joined_by(found, parts, len(unit.buffer.parts))
 
     def name_parameters(self, unit: Unit, memory: Memory) -> None:
         """Give what the model computes with the names that the model has for it."""
@@ -336,27 +363,9 @@ class Follower:
         """What was gathered is about to be given back: is it still what it was?"""
         if not unit.wholes or not all(is_readable(each) for each in memory.gathered):
             return  # gathered before this was recorded, or given back already
-        changed, lost = [], False
-        with self.quiet():
-            for number, (part, before) in enumerate(
-                zip(unit.buffer.parts, unit.wholes, strict=True)
-            ):
-                stretches = memory.stretches(number)
-                now = end_to_end([self.recorder.digest(each) for each in stretches])
-                if same(before, now) is not False:
-                    continue
-                written = self._written_back(unit, memory, number)
-                if written is None and phase == "summon":
-                    written = True  # this rank holds none of it; those that do can tell
-                lost = lost or not written
-                changed.append(
-                    {
-                        "parameter": part.name,
-                        "written_back": bool(written),
-                        "before": as_field(before),
-                        "found": as_field(now),
-                    }
-                )
+        with self.recorder.quiet():
+            changed = self._changed(unit, memory, phase)
+        lost = any(not each["written_back"] for each in changed)
         first = memory.gathered[0]
         fields: dict[str, Any] = {}
         if changed:
@@ -377,13 +386,36 @@ class Follower:
             moved = {**between(first, memory.masters[0]), "bytes": 0}
             self.mark("move", unit, phase, direction="drop", **moved)
 
-    def _written_back(self, unit: Unit, memory: Memory, part: int) -> bool | None:
+    def _changed(self, unit: Unit, memory: Memory, phase: str) -> list[dict[str, Any]]:
+        """The parameters that do not hold any more what was gathered, and whether the shard has it."""
+        found = self.recorder.digests(memory.whole(unit.pieces))
+        if _alike(found, unit.arrived):
+            return []
+        changed: list[dict[str, Any]] = []
+        wholes = zip(unit.buffer.parts, unit.wholes, self._wholes(unit, found), strict=True)
+        for number, (part, before, now) in enumerate(wholes):
+            if same(before, now) is not False:
+                continue
+            written = self._written_back(unit, memory, number, found)
+            if written is None and phase == "summon":
+                written = True  # this rank holds none of it; those that do can tell
+            changed.append(
+                {
+                    "parameter": part.name,
+                    "written_back": bool(written),
+                    "before": as_field(before),
+                    "found": as_field(now),
+                }
+            )
+        return changed
+
+    def _written_back(self, unit: Unit, memory: Memory, part: int, found: Digests) -> bool | None:
         """Whether this rank's shard has the change of a parameter; None if it is in what other ranks hold."""
+        mine = zip(unit.mine, unit.mine_of(unit.arrived), unit.mine_of(found), strict=True)
         changed = [
             (piece, now)
-            for piece, before in zip(unit.mine, unit.arrived, strict=True)
-            if piece.part == part
-            and same(before, now := self.recorder.digest(memory.full(piece))) is False
+            for piece, before, now in mine
+            if piece.part == part and same(before, now) is False
         ]
         if not changed:
             return None
@@ -409,6 +441,10 @@ def _writes(recorder: RecorderLike, memory: Memory) -> tuple[int, ...]:
     return tuple(recorder.writes(master) for master in memory.masters)
 
 
+def _storages(memory: Memory) -> tuple[int, ...]:
+    return tuple(storage_id(master) for master in memory.masters)
+
+
 def _where(unit: Unit, piece: Piece) -> dict[str, Any]:
     name = None if piece.part is None else unit.buffer.parts[piece.part].name
     return {"parameter": name, "offset": piece.offset, "numel": piece.size}
@@ -416,7 +452,7 @@ def _where(unit: Unit, piece: Piece) -> dict[str, Any]:
 
 def _joined_by(found: Digests, numbers: Sequence[int | None], count: int) -> Digests:
     """What the pieces of each number from 0 to `count` are end to end; those of None are left out."""
-    grouped: list[Digests] = [[] for _ in range(count)]
+    grouped: list[list[Digest | None]] = [[] for _ in range(count)]
     for digest, number in zip(found, numbers, strict=True):
         if number is not None:
             grouped[number].append(digest)

@@ -88,9 +88,11 @@ class GroupWatcher:
         if state is None:
             return
         for unit, params in state.of(group):
+            if state.partly:
+                unit.seen = None  # what was kept after a forward is another tensor each time
             dtype = params[0].param_dtype or params[0]._sharded_param_data.dtype
             memory = self._memory(unit, params, sent=True)
-            self._follower.read_shard(unit, memory, dtype, phase_of(group))
+            self._follower.read_shard(unit, memory, dtype, phase_of(group), sent=True)
         yield
         state.gathering = group._all_gather_result is not None
 
@@ -132,7 +134,7 @@ class GroupWatcher:
         if (path, ranks, rank) not in known:
             partly = bool(group.is_sharded_post_forward)
             known[path, ranks, rank] = state = _Group(path, ranks, rank, partly)
-            with self._follower.quiet():
+            with self._recorder.quiet():
                 state.units = self._cut(group, state)
         self._groups[group] = known[path, ranks, rank]
         return self._groups[group]
@@ -180,7 +182,8 @@ class GroupWatcher:
         for unit, params in state.of(group):
             memory = self._memory(unit, params)
             # the shards may have been written since; what they were sent as does not tell
-            self._follower.read_shard(unit, memory, memory.gathered[0].dtype, phase_of(group))
+            dtype = memory.gathered[0].dtype
+            self._follower.read_shard(unit, memory, dtype, phase_of(group), sent=False)
             self._follower.used(unit, memory, phase_of(group), state.ranks)
 
     def _releasing(self, group: Any) -> Observation:
@@ -191,20 +194,19 @@ class GroupWatcher:
         for unit, params in state.of(group):
             memory = self._memory(unit, params)
             self._follower.released(unit, memory, phase_of(group), _rebound(unit, params))
-            before.append(_held(memory))
+            before.append(_held(params))
         yield
         for (unit, params), held in zip(state.of(group), before, strict=True):
-            memory = self._memory(unit, params)
-            device = str(memory.gathered[0].device)
-            self._follower.freed(unit, phase_of(group), held - _held(memory), device, "gathered")
+            device = str(params[0].all_gather_outputs[0].device)
+            self._follower.freed(unit, phase_of(group), held - _held(params), device, "gathered")
 
     def _memory(self, unit: Unit, params: Sequence[Any], *, sent: bool = False) -> EachMemory:
         """The tensors of a buffer; `sent` says that it is about to be gathered, and nothing is there yet."""
-        with self._follower.quiet():
+        with self._recorder.quiet():
             return EachMemory(
                 unit.buffer,
                 [_shard_of(param) for param in params],
-                [] if sent else [param.all_gather_outputs[0].detach() for param in params],
+                [] if sent else [param.all_gather_outputs[0] for param in params],
                 [] if sent else [param._unsharded_param for param in params],
                 [math.prod(param._orig_size[: param.fsdp_placement.dim]) for param in params],
             )
@@ -213,12 +215,12 @@ class GroupWatcher:
 def _shard_of(param: Any) -> Any:
     """This rank's shard, padded: of the whole group, or after a forward of a smaller one."""
     if param.sharded_state.name == "SHARDED_POST_FORWARD":
-        return param._sharded_post_forward_param_data.detach().reshape(-1)
-    return param._sharded_param_data.detach().reshape(-1)
+        return param._sharded_post_forward_param_data.reshape(-1)
+    return param._sharded_param_data
 
 
-def _held(memory: EachMemory) -> int:
-    return sum(each.untyped_storage().nbytes() for each in memory.gathered)
+def _held(params: Sequence[Any]) -> int:
+    return sum(param.all_gather_outputs[0].untyped_storage().nbytes() for param in params)
 
 
 def _rebound(unit: Unit, params: Sequence[Any]) -> list[str]:

@@ -30,15 +30,15 @@ class Piece:
 
 
 def pieces_of(buffer: Buffer) -> tuple[Piece, ...]:
-    """All of a buffer in pieces, in the order of ranks and then of memory."""
+    """All of a buffer in pieces, in the order in which memory has them where it is gathered."""
     return tuple(_of_each(buffer) if buffer.layout == "each" else _of_flat(buffer))
 
 
 def _of_each(buffer: Buffer) -> Iterator[Piece]:
     ends = [part.offset for part in buffer.parts[1:]] + [buffer.shard]
-    for owner in range(buffer.ranks):
-        for number, (part, end) in enumerate(zip(buffer.parts, ends, strict=True)):
-            size = end - part.offset
+    for number, (part, end) in enumerate(zip(buffer.parts, ends, strict=True)):
+        size = end - part.offset
+        for owner in range(buffer.ranks):
             yield Piece(owner, number, owner * size, part.offset, size)
 
 
@@ -63,6 +63,10 @@ def _end(buffer: Buffer, number: int) -> int:
     return buffer.parts[number].offset + buffer.parts[number].size
 
 
+#: A tensor, and of how many elements each piece is that follows in it.
+Stretches = tuple[Any, Sequence[int]]
+
+
 class Memory(Protocol):
     """A buffer of a unit while it is gathered: its tensors, and this rank's shard. All of them are torch's."""
 
@@ -80,8 +84,14 @@ class Memory(Protocol):
     def full(self, piece: Piece) -> Any:
         """A piece of what was gathered."""
 
-    def stretches(self, part: int) -> Sequence[Any]:
-        """All of a gathered parameter, ranks end to end."""
+    def shard(self, pieces: Sequence[Piece]) -> Sequence[Stretches]:
+        """All of this rank's shard, which consists of these pieces."""
+
+    def whole(self, pieces: Sequence[Piece]) -> Sequence[Stretches]:
+        """All that was gathered, which consists of these pieces."""
+
+    def segment(self, pieces: Sequence[Piece]) -> Sequence[Stretches]:
+        """What this rank contributed to what was gathered, which consists of these pieces."""
 
     def parameter(self, part: int) -> Any:
         """A gathered parameter as the model computes with it."""
@@ -94,13 +104,13 @@ class FlatMemory:
     Attributes:
         buffer: Where the parameters lie in it.
         master: This rank's shard.
-        whole: The gathered tensor with its padding, one dim.
+        everything: The gathered tensor with its padding, one dim.
         strides: Of each parameter that is not contiguous; None for the others.
     """
 
     buffer: Buffer
     master: Any
-    whole: Any
+    everything: Any
     strides: tuple[tuple[int, ...] | None, ...]
 
     @property
@@ -111,7 +121,7 @@ class FlatMemory:
     @property
     def gathered(self) -> Sequence[Any]:
         """The one gathered tensor."""
-        return (self.whole,)
+        return (self.everything,)
 
     def own(self, piece: Piece) -> Any:
         """A piece of this rank's shard as it is kept."""
@@ -120,17 +130,25 @@ class FlatMemory:
     def full(self, piece: Piece) -> Any:
         """A piece of what was gathered."""
         start = piece.owner * self.buffer.shard + piece.start
-        return self.whole[start : start + piece.size]
+        return self.everything[start : start + piece.size]
 
-    def stretches(self, part: int) -> Sequence[Any]:
-        """All of a gathered parameter."""
-        where = self.buffer.parts[part]
-        return (self.whole[where.offset : where.offset + where.size],)
+    def shard(self, pieces: Sequence[Piece]) -> Sequence[Stretches]:
+        """The one shard."""
+        return ((self.master, _sizes(pieces)),)
+
+    def whole(self, pieces: Sequence[Piece]) -> Sequence[Stretches]:
+        """The one gathered tensor."""
+        return ((self.everything, _sizes(pieces)),)
+
+    def segment(self, pieces: Sequence[Piece]) -> Sequence[Stretches]:
+        """A slice of the gathered tensor."""
+        start, end = self.buffer.own
+        return ((self.everything[start:end], _sizes(pieces)),)
 
     def parameter(self, part: int) -> Any:
         """A gathered parameter as the model computes with it."""
         where, stride = self.buffer.parts[part], self.strides[part]
-        flat = self.stretches(part)[0]
+        flat = self.everything[where.offset : where.offset + where.size]
         return flat.view(where.shape) if stride is None else flat.as_strided(where.shape, stride)
 
 
@@ -163,13 +181,29 @@ class EachMemory:
         whole = self.gathered[piece.part]
         return whole.view(self.outer[piece.part], self.buffer.ranks, -1)[:, piece.owner]
 
-    def stretches(self, part: int) -> Sequence[Any]:
-        """All of a gathered parameter, ranks end to end."""
-        whole = self.gathered[part]
-        if self.outer[part] == 1:
-            return (whole,)
-        return tuple(whole.view(self.outer[part], self.buffer.ranks, -1).unbind(1))
+    def shard(self, pieces: Sequence[Piece]) -> Sequence[Stretches]:
+        """The shard of each parameter."""
+        return [(self.own(piece), (piece.size,)) for piece in pieces]
+
+    def whole(self, pieces: Sequence[Piece]) -> Sequence[Stretches]:
+        """Each gathered parameter, in one where the ranks lie end to end in it."""
+        found: list[Stretches] = []
+        for number, outer in enumerate(self.outer):
+            of_ranks = pieces[number * self.buffer.ranks : (number + 1) * self.buffer.ranks]
+            if outer == 1:
+                found.append((self.gathered[number], _sizes(of_ranks)))
+            else:
+                found += self.segment(of_ranks)
+        return found
+
+    def segment(self, pieces: Sequence[Piece]) -> Sequence[Stretches]:
+        """A slice of each gathered parameter."""
+        return [(self.full(piece), (piece.size,)) for piece in pieces]
 
     def parameter(self, part: int) -> Any:
         """A gathered parameter as the model computes with it."""
         return self.parameters[part]
+
+
+def _sizes(pieces: Sequence[Piece]) -> list[int]:
+    return [piece.size for piece in pieces]

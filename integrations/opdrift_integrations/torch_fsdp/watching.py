@@ -47,7 +47,7 @@ def watching(recorder: RecorderLike) -> Iterator[None]:
                 return
             follower.step += 1
             try:
-                with follower.quiet():
+                with recorder.quiet():
                     for watcher in followed:
                         for unit, memory in watcher.shards():
                             follower.stepped(unit, memory)

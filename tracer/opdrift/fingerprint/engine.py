@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
@@ -21,6 +21,7 @@ from opdrift.fingerprint.tensors import (
     can_fingerprint,
     kinds_by_dtype,
     plain,
+    stretches,
 )
 from opdrift.tfp1 import Code
 from opdrift.tracefile.writer import Columns, fingerprint_columns
@@ -69,21 +70,31 @@ class Engine:
 
     def digest(self, tensor: Tensor) -> tuple[int, int, int]:
         """Hash, components and component code (`tfp1.Code`) of a tensor that `can_fingerprint` calls readable."""
-        kind = self.kinds.get(tensor.dtype)
-        ready = tensor
-        if (
-            kind is None
-            or not tensor.is_cpu
-            or not tensor.is_contiguous()
-            or tensor.is_neg()
-            or tensor.is_conj()
-            or tensor._is_zerotensor()
-        ):
-            ready = self.plain(tensor)
-            kind = self.kinds[ready.dtype]
-        n = ready.numel()
-        code = Code.FP8 if kind >= FIRST_FP8_KIND else kind
-        return self.raw(ready.data_ptr(), n, kind), n, int(code)
+        ready = tensor if self._is_ready(tensor) else self.plain(tensor)
+        kind, n = self.kinds[ready.dtype], ready.numel()
+        return self.raw(ready.data_ptr(), n, kind), n, _code(kind)
+
+    def digests(self, tensor: Tensor, sizes: Sequence[int]) -> list[tuple[int, int, int]]:
+        """As `digest`, of stretches of so many elements that follow each other in a tensor."""
+        if not self._is_ready(tensor):
+            return [self.digest(stretch) for stretch in stretches(tensor, sizes)]
+        kind, address, found = self.kinds[tensor.dtype], tensor.data_ptr(), []
+        raw, code, width = self.raw, _code(kind), tensor.element_size()
+        for size in sizes:
+            found.append((raw(address, size, kind), size, code))
+            address += size * width
+        return found
+
+    def _is_ready(self, tensor: Tensor) -> bool:
+        """Whether the memory of a readable tensor can be read as it is."""
+        return (
+            tensor.dtype in self.kinds
+            and tensor.is_cpu
+            and tensor.is_contiguous()
+            and not tensor.is_neg()
+            and not tensor.is_conj()
+            and not tensor._is_zerotensor()
+        )
 
     def fingerprint(self, tensor: Tensor, value: int = 0) -> np.void:
         """The row of a tensor's content.
@@ -106,6 +117,10 @@ class Engine:
         put(rows.ctypes.data, ready.data_ptr(), ready.numel(), self.kinds[ready.dtype], value)
         row: np.void = rows[0]
         return row
+
+
+def _code(kind: int) -> int:
+    return int(Code.FP8 if kind >= FIRST_FP8_KIND else kind)
 
 
 def load_engine() -> Engine:
