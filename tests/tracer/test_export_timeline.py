@@ -375,6 +375,7 @@ def test_hostile_names_stay_in_the_document(tmp_path):
     document, _ = chrome(tmp_path, build.build())
 
     (module,) = (e for e in document["traceEvents"] if "training" in e.get("args", {}))
+    assert module["cat"] == "user_annotation"
     said = HOSTILE.replace("\ud800", "\\ud800")
     assert module["args"]["module"] == said
     assert "\n" not in module["name"]

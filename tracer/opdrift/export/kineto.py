@@ -20,6 +20,8 @@ _BASE_PERIOD_NS: Final = 7_889_238 * 10**9
 _REMEMBERED: Final = 1 << 17
 #: Events that are written at a time.
 _BATCH: Final = 1 << 12
+#: kineto's word for what a program told a profiler of; modules, steps and phases are that here.
+_ANNOTATIONS: Final = dict.fromkeys(("forward", "backward", "step", "phase"), "user_annotation")
 #: What C++ calls the types, as kineto does.
 _CPP: Final[Mapping[str, str]] = {
     "float32": "float", "float64": "double", "float16": "c10::Half", "bfloat16": "c10::BFloat16", "int64": "long int",
@@ -160,7 +162,7 @@ class _Writer:
         if len(self._heads) >= _REMEMBERED:
             self._heads.clear()
         found = (
-            f',\n{{"ph":"X","cat":{encoded(event.category)},"name":{encoded(event.name)},'
+            f',\n{{"ph":"X","cat":{encoded(_ANNOTATIONS.get(event.category, event.category))},"name":{encoded(event.name)},'
             f'"pid":{self._pid},"tid":{event.track},"ts":'
         )
         self._heads[event.track, event.name, event.category] = found
