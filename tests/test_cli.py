@@ -434,8 +434,11 @@ def test_every_command_that_is_printed_can_be_typed(line, traces, follow):
     assert 2 not in statuses.values(), statuses
 
 
-def test_a_leaf_whose_name_is_a_pattern_is_named_such_that_it_is_found(tmp_path, python, follow):
+def test_a_leaf_whose_name_is_a_pattern_is_named_such_that_it_is_found(
+    tmp_path, python, follow, monkeypatch
+):
     """Brackets of a name are no choice of letters."""
+    monkeypatch.chdir(tmp_path)  # one of the commands writes a page
     program = """
         import torch, opdrift
         for number in (1, 2):
@@ -445,9 +448,9 @@ def test_a_leaf_whose_name_is_a_pattern_is_named_such_that_it_is_found(tmp_path,
     made = python("-c", textwrap.dedent(program), cwd=tmp_path)
     assert made.returncode == 0, made.stderr
 
-    first, *_ = follow(f"diff-trace {tmp_path}/1.trace {tmp_path}/2.trace").items()
+    first, *_ = follow("diff-trace 1.trace 2.trace").items()
 
-    assert first == (f"opdrift show {tmp_path}/1.trace --leaf 'x[[]0]'", 0)
+    assert first == ("opdrift show 1.trace --leaf 'x[[]0]'", 0)
 
 
 # ---- help ----------------------------------------------------------------------------------------------

@@ -397,7 +397,10 @@ def test_the_first_command_to_type_is_labelled_whatever_it_is():
     """Without an op to look at, the views are what comes next."""
     page = text.render(diagnosis("diverged"), WIDE)
 
-    assert page.endswith("\nnext: diff-trace monday.trace tuesday.trace --side-by-side\n")
+    assert page.endswith(
+        "\nnext: diff-trace monday.trace tuesday.trace --side-by-side\n"
+        "      diff-trace monday.trace tuesday.trace --format html -o report.html\n"
+    )
 
 
 def passes(number: int) -> tuple[GrowthPoint, ...]:

@@ -14,10 +14,10 @@ from opdrift.render.words import count, name, plural, ratio, readable, scope, si
 #: A word with one of these is set as code: Markdown, HTML, mentions and math then leave it alone;
 #: so is a dotted name, which nothing would harm, because it is one.
 _SPECIAL: Final = re.compile(r"[\\`*_\[\]<>|#@&~$]|[A-Za-z]\w*\.\w")
-#: Code that the causes wrote themselves, and layouts such as float32[4, 64]; only as words of their own:
-#: a span next to another backtick would end elsewhere.
+#: Code that the causes wrote themselves, layouts such as float32[4, 64], and calls such as model.load(state, strict=True);
+#: only as words of their own: a span next to another backtick would end elsewhere.
 _CODE: Final = re.compile(
-    r"(?:^|(?<= )|(?<=^\()|(?<= \())(`[^`]+`|\w+\[[\d, ]*\])(?=[,;:.)]*(?: |$))"
+    r"(?:^|(?<= )|(?<=^\()|(?<= \())(`[^`]+`|\w+\[[\d, ]*\]|[A-Za-z_]\w*(?:\.\w+)+\([^()`]*\))(?=[,;:.)]*(?: |$))"
 )
 _TRAILING: Final = ",;:.)"
 _ROWS: Final = 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TextIO
 
@@ -153,6 +153,17 @@ class Page:
     def command(self, before: str, command: str) -> None:
         """A command to type: never wrapped, so that it can be copied whole."""
         self._lines.append(self.text(before + command, "quiet"))
+
+    def pieces(self, pieces: Iterable[str], tone: str = "plain") -> None:
+        """Short pieces beside each other; a line ends between two of them, never within one."""
+        line = ""
+        for piece in pieces:
+            longer = f"{line}   {piece}" if line else piece
+            if line and self.screen.width is not None and cell_len(longer) > self.screen.width:
+                self.line(line, tone)
+                longer = f"  {piece}"
+            line = longer
+        self.line(line, tone, hang=2)
 
     def heading(self, title: str) -> None:
         """An empty line, then the title of a section."""

@@ -38,6 +38,8 @@ _ROWS: Final = 8
 #: The growth bars' scale, powers of ten: the last bit of fp64 is far left, everything lost is right.
 _SCALE: Final = (-9.0, 0.0)
 _BAR: Final = 18
+#: What makes a comparison a view of both runs.
+_SIDES: Final = " --side-by-side"
 
 
 def render(
@@ -301,7 +303,9 @@ def _next(
     page: Page, diagnosis: Diagnosis, shown: Divergence | None, options: Sequence[str]
 ) -> None:
     page.line()
-    for number, command in enumerate(further(diagnosis, shown, options)):
+    commands = further(diagnosis, shown, options)
+    html = commands[-1].replace(_SIDES, " --format html -o report.html")
+    for number, command in enumerate([*commands, html]):
         page.command("      " if number else "next: ", command)
 
 
@@ -316,7 +320,7 @@ def further(
     left, right = (shlex.quote(one.path) for one in (diagnosis.left, diagnosis.right))
     return [
         *commands,
-        " ".join(["diff-trace", left, right, *map(shlex.quote, options), "--side-by-side"]),
+        " ".join(["diff-trace", left, right, *map(shlex.quote, options)]) + _SIDES,
     ]
 
 

@@ -66,9 +66,7 @@ def tree(rows: Rows, screen: Screen) -> str:
     page = Page(screen)
     page.heading("modules")
     _draw(page, rows, root, "", "")
-    page.line(
-        "   ".join(f"{mark} {meaning}" for mark, meaning in MEANINGS.items()), "quiet", hang=2
-    )
+    page.pieces((f"{mark} {meaning}" for mark, meaning in MEANINGS.items()), "quiet")
     return page.render()
 
 

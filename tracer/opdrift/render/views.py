@@ -135,9 +135,7 @@ def _opened(rows: Rows, context: int, screen: Screen) -> tuple[Page, range]:
 
 
 def _closed(page: Page) -> str:
-    page.line(
-        "   ".join(f"{mark} {meaning}" for mark, meaning in MEANINGS.items()), "quiet", hang=2
-    )
+    page.pieces((f"{mark} {meaning}" for mark, meaning in MEANINGS.items()), "quiet")
     return page.render()
 
 
