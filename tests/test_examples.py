@@ -157,6 +157,42 @@ def test_a_batch_of_fifteen_gives_sample_0_the_same_logits_up_to_rounding(tmp_pa
     assert "rounding only" in story.printed or "identical" in story.printed
 
 
+# ---- fsdp2_offload.py ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def offload(tmp_path_factory) -> Story:
+    return Story(tmp_path_factory.mktemp("offload"), "fsdp2_offload.py")
+
+
+def test_sharding_and_offload_change_no_bit(offload):
+    """Two training steps and an inference over two ranks, against one process."""
+    assert offload.diff("plain.trace", "offload.trace").verdict == "identical"
+
+
+def test_bfloat16_is_rounding_in_the_first_step(offload):
+    found = offload.diff("plain.trace", "bfloat16.trace")
+
+    assert found.verdict == "rounding"
+    assert found.first is not None
+    assert "mixed precision keeps the original" in found.first.cause.summary
+
+
+def test_clipping_gathered_weights_is_named_with_its_line(offload):
+    traces = [opdrift.load(offload.traces / "clipped.trace", rank=rank) for rank in (0, 1)]
+
+    found = findings(traces)
+
+    assert [(each.kind, each.rank, each.name, each.step) for each in found] == [
+        ("gather", rank, "layers.0.fc1.weight", 0) for rank in (0, 1)
+    ]
+    for each in found:
+        assert "and 2 more were changed while they were gathered" in each.cause.summary
+        assert "aten.clamp_.default" in each.cause.evidence[0]
+        assert "fsdp2_offload.py" in each.cause.evidence[0]
+    assert "2 findings" in offload.printed
+
+
 # ---- attention_backend.py ------------------------------------------------------------------------------
 
 

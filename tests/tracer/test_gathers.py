@@ -210,6 +210,33 @@ def test_a_change_that_is_thrown_away_names_the_op_that_made_it():
     )  # fmt: skip
 
 
+def test_what_one_line_does_at_every_step_is_told_once_with_all_its_parameters():
+    build = Builder()
+    for _ in range(3):
+        gathered = []
+        for name in ("layers.0.fc.weight", "layers.0.fc.bias"):
+            made = build.op(
+                "_allgather_base_", build.op("empty", shape=(8,)), content=np.ones(8, "<f4")
+            )
+            build.name(made, name, when="gather")
+            gathered.append((name, made))
+        gather(build)
+        with build.scope("layers.0"):
+            for _, made in gathered:
+                build.op(
+                    "clamp_", made, content=np.zeros(8, "<f4"), source=("critic.py", 7, "forward")
+                )
+        changed = [{"parameter": name, "written_back": False} for name, _ in gathered]
+        gather(build, kind="reshard", intact=False, changed=changed)
+
+    found = only(build.build())
+
+    assert found.cause.summary == (
+        "layers.0.fc.weight, layers.0.fc.bias were changed while they were gathered, and the changes were thrown away"
+    )
+    assert found.cause.evidence[-1] == "the same happens 2 times more, last before op 18"
+
+
 def test_a_change_that_no_op_made_is_a_race_and_its_place_is_found():
     """One element of eight differs; the digests give it away."""
     found = only(given_back(write=False, before=digest("abcdefgh"), found=digest("abcxefgh")))

@@ -50,7 +50,7 @@ def _found(case: Case) -> tuple[tuple[Finding, ...], tuple[Finding, ...]]:
 
 
 def _wrong_in(trace: Trace) -> tuple[Finding, ...]:
-    return (*moves(trace, Steps(trace).at), *gather_findings([trace]))
+    return (*moves(trace, Steps(trace).at), *gather_findings([trace], each=True))
 
 
 def _shards(case: Case) -> tuple[Mapping[int, set[str]], Mapping[int, set[str]]]:

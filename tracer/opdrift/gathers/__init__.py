@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import Final
 
-from opdrift.gathers.changes import given_back, rebound, shard_changed
+from opdrift.gathers.changes import Lost, given_back, rebound, shard_changed, told_once
 from opdrift.gathers.loading import loaded_on_some, random_parts
 from opdrift.gathers.mismatches import Gathers, Wrong, folded
 from opdrift.records import Finding, Mark
@@ -19,12 +19,18 @@ __all__ = ["gather_findings", "random_parts"]
 _TRANSFERS: Final = frozenset({"gather", "use", "cast"})
 
 
-def gather_findings(traces: Sequence[Trace]) -> Iterator[Finding]:
-    """Everything that is wrong with what was gathered and given back, in and between ranks."""
+def gather_findings(traces: Sequence[Trace], *, each: bool = False) -> Iterator[Finding]:
+    """Everything that is wrong with what was gathered and given back, in and between ranks.
+
+    Args:
+        traces: One a rank.
+        each: Tell every change that was lost, not once what a line does to many parameters, again and again.
+    """
     world = Gathers(traces)
     for trace in traces:
         steps = Steps(trace)
         wrong: list[Wrong] = []
+        lost: list[Lost] = []
         exchanged: set[str] = set()
         for mark, following in zip_longest(trace.marks, trace.marks[1:]):
             if mark.kind == "cast" and _is_moved(mark, following):
@@ -33,11 +39,12 @@ def gather_findings(traces: Sequence[Trace]) -> Iterator[Finding]:
                 found = world.mismatch(trace, mark, steps)
                 wrong += [found] if found is not None else []
             elif mark.kind == "reshard" and mark.fields.get("intact") is False:
-                yield from given_back(trace, mark, steps)
+                lost += given_back(trace, mark, steps)
                 yield from rebound(trace, mark, steps, exchanged)
             elif mark.kind == "shard-changed":
                 yield from shard_changed(trace, mark, steps)
         yield from folded(wrong)
+        yield from (one.finding for one in lost) if each else told_once(lost)
     yield from loaded_on_some(traces)
 
 

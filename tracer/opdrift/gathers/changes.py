@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -20,7 +22,41 @@ _SHARDS: Final = (
 )
 
 
-def given_back(trace: Trace, mark: Mark, steps: Steps) -> Iterator[Finding]:
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A parameter that was changed while it was gathered, and the change is nowhere.
+
+    Attributes:
+        name: The parameter.
+        by: Which ops changed it, and where in the program; only its name where none did.
+        finding: What is said of it.
+    """
+
+    name: str
+    by: tuple[tuple[str, str], ...]
+    finding: Finding
+
+
+def told_once(lost: Sequence[Lost]) -> Iterator[Finding]:
+    """The first of what the same lines do again and again, with all parameters that they do it to."""
+    groups: dict[tuple[tuple[str, str], ...], list[Lost]] = {}
+    for each in lost:
+        groups.setdefault(each.by, []).append(each)
+    for group in groups.values():
+        first, names = group[0].finding, Counter(each.name for each in group)
+        cause = first.cause
+        if len(names) > 1:
+            said = f"{some(list(names))} were changed while they were gathered, and the changes were thrown away"
+            cause = replace(cause, summary=said)
+        again = max(names.values()) - 1
+        if again:
+            times = "once more" if again == 1 else f"{again} times more"
+            line = f"the same happens {times}, last before op {group[-1].finding.seq}"
+            cause = replace(cause, evidence=(*cause.evidence, line))
+        yield replace(first, cause=cause)
+
+
+def given_back(trace: Trace, mark: Mark, steps: Steps) -> Iterator[Lost]:
     """Parameters that were changed while they were gathered, and the change is nowhere."""
     for part in mark.fields.get("changed") or ():
         if part.get("written_back"):
@@ -50,7 +86,9 @@ def given_back(trace: Trace, mark: Mark, steps: Steps) -> Iterator[Finding]:
                 " a custom kernel. Wait for it before the parameters are gathered.",
             )
         op = ops[0] if ops else None
-        yield finding_at("gather", cause, trace, mark, steps, name=name, op=op)
+        places = tuple((each.name, str(each.source)) for each in ops) or ((name, ""),)
+        finding = finding_at("gather", cause, trace, mark, steps, name=name, op=op)
+        yield Lost(name, places, finding)
 
 
 def rebound(trace: Trace, mark: Mark, steps: Steps, told: set[str]) -> Iterator[Finding]:
