@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 from opdrift.commands.console import check_output, emit, write_report
 from opdrift.commands.exit_codes import ExitCode
 from opdrift.commands.options import name_pair, natural, sample_pair, tolerance
+from opdrift.commands.progress import Elapsed
 from opdrift.errors import InvalidOptionError
 
 if TYPE_CHECKING:
@@ -114,9 +115,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Compare, report, and answer with the exit status."""
     _check(options)
-    diagnosis, traces = _compare(options)
-    if options.checkpoint:
-        diagnosis = _with_checkpoint(diagnosis, traces, options.checkpoint)
+    names = " with ".join(Path(given).name for given in options.traces)
+    with Elapsed(f"comparing {names}", quiet=options.quiet):
+        diagnosis, traces = _compare(options)
+        if options.checkpoint:
+            diagnosis = _with_checkpoint(diagnosis, traces, options.checkpoint)
     _report(diagnosis, traces, options)
     failed = diagnosis.verdict == "diverged" or (
         diagnosis.verdict == "rounding" and options.fail_on == "any"
@@ -236,16 +239,15 @@ def _report(diagnosis: Diagnosis, traces: Sides[Trace | Path], options: argparse
     screen = Screen.of(sys.stdout)
     if options.output is not None:
         # a file has no width of its own; UTF-8 is what it is written in
-        write_report(
-            options.output,
-            _rendered(
-                diagnosis, traces, options, Screen(_FILE_WIDTH, unicode=True, folder=screen.folder)
-            ),
-        )
+        paper = Screen(_FILE_WIDTH, unicode=True, folder=screen.folder)
+        with Elapsed(f"writing {options.output}", quiet=options.quiet):
+            write_report(options.output, _rendered(diagnosis, traces, options, paper))
     if options.output is not None or options.quiet:
         emit(text.verdict_line(diagnosis, screen))
-    else:
-        emit(_rendered(diagnosis, traces, options, screen))
+        return
+    with Elapsed("writing the report"):
+        report = _rendered(diagnosis, traces, options, screen)
+    emit(report)
 
 
 def _rendered(
