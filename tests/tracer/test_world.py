@@ -575,6 +575,75 @@ def test_an_update_that_a_rank_leaves_out_at_the_end_is_found():
     ]
 
 
+def used(build: Builder, weight: int, step: int) -> int:
+    """A module reads a parameter; a gradient of it is reduced."""
+    rank = build.build().header.rank or 0
+    x = build.leaf("x", kind="input", content=vector(f"x {rank} {step}"))
+    with build.scope("fc"):
+        grad = build.op("mm", x, weight)
+    return collective(build, "all_reduce", grad, result=vector(f"sum {step}"))
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_an_optimizer_that_shares_out_its_work_writes_as_often_as_it_likes(right: bool):
+    """Rank 0 computes the update and broadcasts it (ZeRO): what counts is what the next forward reads."""
+
+    def body(build: Builder) -> None:
+        w = build.leaf("fc.weight", content=vector("w"))
+        for step in range(3):
+            grad = used(build, w, step)
+            if build.build().header.rank == 0:
+                w = build.op("_foreach_add_", w, grad, content=vector(f"w {step}"))
+            fault = "" if right or build.build().header.rank == 0 or step != 1 else "other"
+            w = collective(build, "broadcast", w, result=vector(f"w {step}{fault}"), root=0)
+        build.name(grad, "fc.weight", kind="gradient", when="exit")
+
+    found = [f.cause.summary for f in findings(world(body, body)) if f.kind == "replica"]
+
+    assert found == (
+        [] if right else ["fc.weight differs between ranks 0 and 1, after its write 4"]
+    )
+
+
+def test_other_weights_that_one_rank_reads_for_a_while_are_no_finding():
+    """Rank 0 evaluates with averaged weights, and puts its own back."""
+
+    def body(build: Builder) -> None:
+        w = build.leaf("fc.weight", content=vector("w"))
+        for step in range(2):
+            grad = used(build, w, step)
+            w = build.op("_foreach_add_", w, grad, content=vector(f"w {step}"))
+            if build.build().header.rank == 0:
+                w = build.op("copy_", w, build.leaf("ema"), content=vector("ema"))
+                with build.scope("fc"):
+                    build.op("mm", w, w)
+                w = build.op("copy_", w, build.leaf("own"), content=vector(f"w {step}"))
+        build.name(w, "fc.weight", when="exit")
+
+    assert [f for f in findings(world(body, body)) if f.kind == "replica"] == []
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_parameters_that_are_averaged_now_and_then_may_differ_in_between(joined: bool):
+    """Local training: each rank steps with its own gradients, and all average their parameters at the end."""
+    mean = (vector("step 0") + vector("step 1")) / 2
+
+    def body(build: Builder) -> None:
+        rank = build.build().header.rank or 0
+        w = build.leaf("fc.weight", content=vector("w"))
+        for _ in range(2):
+            with build.scope("fc"):
+                grad = build.op("mm", build.leaf("x", content=vector(f"x {rank}")), w)
+            w = build.op("_foreach_add_", w, grad, content=vector(f"step {rank}"))
+            given = build.op("cat", w, content=build.content(w)) if joined else w
+            total = collective(build, "all_reduce", given, result=mean * 2, reduction="SUM")
+            w = build.op("copy_", w, total) if joined else total
+            w = build.op("div_", w, content=mean)
+        build.name(w, "fc.weight", when="exit")
+
+    assert said(world(body, body)) == []
+
+
 def test_a_reduce_scatter_whose_op_was_lost_with_a_rank_is_not_summed_up():
     """A killed rank's last collectives are known by their announcements only: their contents are not."""
 

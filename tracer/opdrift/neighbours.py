@@ -35,14 +35,20 @@ class Neighbours:
         found: Ints = near[write[near] == write[value]]
         return found
 
-    def versions(self, value: int) -> Ints:
-        """The values of the same part of the storage whose contents are known, in the order of the writes."""
+    def parts(self, value: int) -> Ints:
+        """The values of the same part of the storage, in the order of the writes."""
         columns, near = self._trace.values, self.of(value)
-        same = (columns.offset[near] == columns.offset[value]) & (
-            columns.meta[near] == columns.meta[value]
-        )
-        found: Ints = near[same & (columns.fingerprint[near] >= 0)]
+        found: Ints = near[
+            (columns.offset[near] == columns.offset[value])
+            & (columns.meta[near] == columns.meta[value])
+        ]
         return found[np.argsort(columns.write[found], kind="stable")]
+
+    def versions(self, value: int) -> Ints:
+        """Those of the same part whose contents are known."""
+        parts = self.parts(value)
+        found: Ints = parts[self._trace.values.fingerprint[parts] >= 0]
+        return found
 
     def key(self, value: int) -> Key | None:
         """As `Fingerprint.key`, of a value that has a fingerprint; None for others."""

@@ -243,12 +243,12 @@ def of_split(world: World, replicas: Replicas, group: Sequence[Split]) -> Cause:
     first = group[0]
     names = [split.replica.name for split in group]
     said = some(names)
-    when = "when the run began" if not first.left.step else f"after its write {first.left.step}"
+    when = "when the run began" if not first.step else f"after its write {first.step}"
     evidence = [
         f"{first.replica.name}: {describe(difference(replicas.print(first.usual, first.left), replicas.print(first.odd[0], first.right)))}",
         f"it should be equal: {first.replica.why}",
     ]
-    if first.left.step:
+    if first.step:
         evidence += _came_apart(world, replicas, first)
     else:
         lineages = {rank: Lineage(world.traces[rank]) for rank in (first.usual, first.odd[0])}
@@ -263,7 +263,7 @@ def of_split(world: World, replicas: Replicas, group: Sequence[Split]) -> Cause:
         tuple(evidence),
         "Seed or load all ranks alike, or broadcast the parameters before training (DistributedDataParallel does, unless"
         " init_sync=False)."
-        if not first.left.step
+        if not first.step
         else "Let nothing but the reduced gradient change a parameter: look at the op named above, and at what the rank"
         " does that the others do not.",
     )

@@ -6,7 +6,6 @@ k-th that every other rank of the group issues in it; that is what the library i
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -132,8 +131,6 @@ class World:
             for trace in sorted(traces, key=lambda t: t.header.rank or 0)
         }
         self._neighbours: dict[int, Neighbours] = {}
-        #: (rank, ranks) -> numbers of its ops that are collectives of these ranks
-        self._issued: dict[tuple[int, frozenset[int]], list[int]] = {}
         self._gathers: dict[int, list[Mark]] = {}
 
     def neighbours(self, rank: int) -> Neighbours:
@@ -163,26 +160,6 @@ class World:
     def collectives(self) -> Mapping[int, Sequence[Collective]]:
         """Rank -> its collectives, in order."""
         return {rank: tuple(_collectives(rank, trace)) for rank, trace in self.traces.items()}
-
-    def issued(self, rank: int, seq: int, among: Iterable[int]) -> int:
-        """How many collectives of groups that hold these ranks a rank had issued before an op."""
-        key = rank, frozenset(among)
-        if key not in self._issued:
-            self._issued[key] = sorted(
-                c.seq for c in self.collectives[rank] if key[1] <= set(c.ranks)
-            )
-        return bisect_left(self._issued[key], seq)
-
-    def has_passed(self, rank: int, moment: int, among: Iterable[int]) -> bool:
-        """Whether a rank's trace goes on past the moment when so many collectives of these ranks had been issued.
-
-        A rank that ended early is known to have only if it issued another one; what it lost with its last rows counts
-        as not done.
-        """
-        if rank not in self.ended_early:
-            return True
-        seqs = self.traces[rank].ops.seq
-        return self.issued(rank, int(seqs[-1]) + 1 if len(seqs) else 0, among) > moment
 
     @cached_property
     def ended_early(self) -> frozenset[int]:

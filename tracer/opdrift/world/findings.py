@@ -127,7 +127,7 @@ def grouped(splits: Sequence[Split]) -> list[list[Split]]:
     """Splits of one sort, together: of the same ranks, at the same number of writes."""
     found: dict[object, list[Split]] = {}
     for split in splits:
-        key = split.replica.kind, split.replica.certain, split.odd, split.usual, split.left.step
+        key = split.replica.kind, split.replica.certain, split.odd, split.usual, split.step
         found.setdefault(key, []).append(split)
     return list(found.values())
 

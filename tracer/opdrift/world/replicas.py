@@ -8,18 +8,23 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
+import numpy as np
+
 from opdrift.contents import Contents
 from opdrift.neighbours import Key
-from opdrift.provenance.ops import COPIES, operator
 from opdrift.records import Leaf
 from opdrift.shards import sharding
+from opdrift.tracefile.columns import Ints
 from opdrift.tracefile.fingerprints import Fingerprint
 from opdrift.tracefile.reader import Trace
 from opdrift.world.collectives import World
+from opdrift.world.kept import collectives_behind, gives
+from opdrift.world.moments import Holdings, reductions
 from opdrift.world.results import minority
 
-#: Back from a gradient, so many ops are followed to the collective that it came from.
-_WALK: Final = 64
+#: How ranks keep a leaf alike, the most telling first.
+_GRADIENTS: Final = ("its gradient is reduced over",)
+_WAYS: Final = (*_GRADIENTS, "it is itself reduced over", "it is broadcast to")
 #: A model is taken to be a replica where parameters with this share of all elements are equal on all ranks.
 #: Of a model that is split over ranks only norms and biases are, which are few.
 _MOSTLY: Final = 0.9
@@ -71,6 +76,11 @@ class Split:
     left: State
     right: State
 
+    @property
+    def step(self) -> int:
+        """After how many writes; 0 where it was so when the run began."""
+        return max(self.left.step, self.right.step)
+
 
 class Replicas:
     """What the ranks of a world hold in common."""
@@ -78,6 +88,7 @@ class Replicas:
     def __init__(self, world: World) -> None:
         self._world = world
         self._contents: dict[int, Contents] = {}
+        self._held: dict[int, Holdings] = {}
         self._entries = {rank: _entries(trace) for rank, trace in world.traces.items()}
         self._gradients = {rank: _gradients(trace) for rank, trace in world.traces.items()}
         self._sharded = {name for trace in world.traces.values() for name in sharded(trace)}
@@ -91,15 +102,13 @@ class Replicas:
     def found(self) -> Iterator[Replica]:
         """Leaves that should be equal on several ranks, in the order of the first one's model."""
         shared = self._shared()
-        reduced = {name: self._reduced_over(name) for name in shared}
         mostly, share = self._mostly_equal(shared)
         for name, leaf in shared.items():
-            ranks = reduced[name]
-            if ranks:
+            behind = self._behind(name)
+            if behind is not None:
+                ranks, how = behind
                 where = ", ".join(map(str, ranks))
-                yield Replica(
-                    name, leaf.kind, ranks, True, f"its gradient is reduced over ranks {where}"
-                )
+                yield Replica(name, leaf.kind, ranks, how in _GRADIENTS, f"{how} ranks {where}")
             elif mostly:
                 said = f"{share:.1%} of the parameters' elements are equal on all ranks"
                 yield Replica(name, leaf.kind, tuple(self._entries), False, said)
@@ -134,47 +143,63 @@ class Replicas:
             if leaf.kind == "buffer"
             and len(set(self._keys(name, self._entries).values())) == 1
             and len(set(self._keys(name, ends).values())) > 1
-            and not any(self._reduced_on(rank, name) for rank in self._entries)
+            and not any(self._kept_alike(rank, name) for rank in self._entries)
         ]
 
     def split(self, replica: Replica) -> Split | None:
-        """Where a replica first differs between its ranks, at a moment that all that are compared came to."""
-        histories = {rank: self.history(rank, replica.name) for rank in replica.ranks}
-        known = {rank: states for rank, states in histories.items() if states}
-        last = max(map(len, known.values()), default=0)
-        # buffers are written by what each rank computes of its own samples
-        for step in range(last if replica.kind == "parameter" and replica.certain else 1):
-            if self._is_replaced(known, step):
-                continue
-            at = self._held_at(replica, known, step)
-            odd, usual = minority({rank: state.key for rank, state in at.items()})
-            if odd:
-                return Split(replica, odd, usual, at[usual], at[odd[0]])
-        return None
-
-    def _held_at(
-        self, replica: Replica, known: Mapping[int, Sequence[State]], step: int
-    ) -> dict[int, State]:
-        """What each rank held once it was written so often.
-
-        A rank that wrote it less often counts with its last content, but not if its trace ends before it can be told
-        whether it would have written it again.
-        """
-        wrote = {rank: states[step] for rank, states in known.items() if step < len(states)}
-        moment = min(self._before(rank, state, replica.ranks) for rank, state in wrote.items())
-        went_on = {
-            rank: states[-1]
-            for rank, states in known.items()
-            if rank not in wrote and self._world.has_passed(rank, moment, replica.ranks)
+        """Where a replica first differs between its ranks."""
+        if replica.kind == "parameter" and replica.certain:
+            return self._split_in_training(replica)
+        known = {
+            rank: states for rank in replica.ranks if (states := self.history(rank, replica.name))
         }
-        return dict(sorted((wrote | went_on).items()))
+        # what each rank computes of its own samples may follow
+        if self._is_replaced(known, 0):
+            return None
+        return _split(replica, {rank: states[0] for rank, states in known.items()})
 
-    def _before(self, rank: int, state: State, ranks: Sequence[int]) -> int:
-        """How many collectives of these ranks were issued before a content was written."""
-        maker = int(self.contents(rank).maker[state.value])
-        if maker < 0:
-            return 0
-        return self._world.issued(rank, int(self._world.traces[rank].ops.seq[maker]), ranks)
+    def _split_in_training(self, replica: Replica) -> Split | None:
+        """At the first reduction that other contents of it went into; at the end, where all ranks came to that."""
+        moments = reductions(self._world, replica.ranks)
+        held = [
+            self._holdings(rank).at(self._entries[rank][replica.name].value, moments[rank])
+            for rank in replica.ranks
+        ]
+        for number in _unequal(
+            [self._digests(rank, values) for rank, values in zip(replica.ranks, held, strict=True)]
+        ):
+            states = zip(replica.ranks, (int(values[number]) for values in held), strict=True)
+            found = _split(replica, self._states(replica, dict(states)))
+            if found is not None:
+                return found
+        if not self._world.ended_early.isdisjoint(replica.ranks):
+            return None
+        last = {
+            r: self._holdings(r).last(self._entries[r][replica.name].value) for r in replica.ranks
+        }
+        return _split(replica, self._states(replica, last))
+
+    def _holdings(self, rank: int) -> Holdings:
+        if rank not in self._held:
+            self._held[rank] = Holdings(self.contents(rank), self._world.neighbours(rank))
+        return self._held[rank]
+
+    def _digests(self, rank: int, values: Ints) -> Ints:
+        """The digest of each value; -1 where it is not known."""
+        trace = self._world.traces[rank]
+        rows = np.where(values > 0, trace.values.fingerprint[values], -1)
+        return np.array(
+            [int(trace.fingerprints.raw[r]) if r >= 0 else -1 for r in rows.tolist()], np.int64
+        )
+
+    def _states(self, replica: Replica, values: Mapping[int, int]) -> dict[int, State]:
+        """The known ones among these contents of a leaf."""
+        found = {}
+        for rank, value in values.items():
+            by_value = {state.value: state for state in self.history(rank, replica.name)}
+            if value in by_value:
+                found[rank] = by_value[value]
+        return found
 
     def _is_replaced(self, known: Mapping[int, Sequence[State]], step: int) -> bool:
         """Whether on every rank the next content comes from a broadcast: what was there before does not count."""
@@ -185,9 +210,8 @@ class Replicas:
 
     def _is_handed(self, rank: int, value: int) -> bool:
         """Whether a content is what a collective handed to all ranks, copied at most."""
-        contents = self.contents(rank)
-        found = _collective_behind(self._world, rank, contents, [value], 1, copied=True)
-        return bool(found)
+        found = collectives_behind(self._world, rank, self.contents(rank), [value], 1, copied=True)
+        return any(found)
 
     def history(self, rank: int, name: str) -> Sequence[State]:
         """The contents of a leaf over the run, as far as they are known, in the order of the writes."""
@@ -244,19 +268,21 @@ class Replicas:
         share = equal / total if total else 0.0
         return share >= _MOSTLY, share
 
-    def _reduced_over(self, name: str) -> tuple[int, ...]:
-        """The ranks over which every rank reduces the gradient of a parameter; none if that is not seen."""
-        found: set[tuple[int, ...]] = set()
+    def _behind(self, name: str) -> tuple[tuple[int, ...], str] | None:
+        """Over which ranks a leaf is kept alike, and how, if every rank says the same of the ranks."""
+        found: dict[tuple[int, ...], set[str]] = {}
         for rank in self._entries:
-            ranks = self._reduced_on(rank, name)
-            if not ranks:
-                return ()
-            found.add(ranks)
+            how = self._kept_alike(rank, name)
+            if how is None:
+                return None
+            found.setdefault(how[0], set()).add(how[1])
         if len(found) != 1:
-            return ()
-        return tuple(r for r in found.pop() if r in self._entries)
+            return None
+        ((ranks, ways),) = found.items()
+        return tuple(r for r in ranks if r in self._entries), min(ways, key=_WAYS.index)
 
-    def _reduced_on(self, rank: int, name: str) -> tuple[int, ...]:
+    def _kept_alike(self, rank: int, name: str) -> tuple[tuple[int, ...], str] | None:
+        """The ranks of the collectives that a leaf, or its gradient, is a result of, and what those do."""
         trace, contents = self._world.traces[rank], self.contents(rank)
         leaf = self._entries[rank][name]
         size = math.prod(trace.meta(leaf.value).shape)
@@ -264,57 +290,28 @@ class Replicas:
             *self._gradients[rank].get(name, ()),
             *(state.value for state in self.history(rank, name)),
         ]
-        return _collective_behind(self._world, rank, contents, starts, size)
+        told: list[tuple[int, tuple[int, ...], str]] = []
+        for meeting in collectives_behind(self._world, rank, contents, starts, size):
+            how = "it is broadcast to"
+            if meeting.what == "all_reduce":
+                own = gives(self._world, rank, contents, meeting, leaf.value)
+                how = "it is itself reduced over" if own else "its gradient is reduced over"
+            told.append((_WAYS.index(how), meeting.ranks, how))
+        return min(told)[1:] if told else None
 
 
-def _collective_behind(
-    world: World,
-    rank: int,
-    contents: Contents,
-    values: Sequence[int],
-    size: int,
-    *,
-    copied: bool = False,
-) -> tuple[int, ...]:
-    """The ranks of the all_reduce or broadcast that values are results of; none if there is none.
+def _split(replica: Replica, at: Mapping[int, State]) -> Split | None:
+    odd, usual = minority({rank: state.key for rank, state in at.items()})
+    return Split(replica, odd, usual, at[usual], at[odd[0]]) if odd else None
 
-    Args:
-        world: All ranks.
-        rank: Whose values.
-        contents: That rank's.
-        values: Where to begin.
-        size: So many elements at least the collective has.
-        copied: The values are copies of the result; else also what elementwise ops made of it.
-    """
-    trace = contents.trace
-    waiting, seen = list(values), set(values)
-    for _ in range(_WALK):
-        if not waiting:
-            break
-        value = waiting.pop(0)
-        op = int(contents.maker[value])
-        if op < 0:
-            continue
-        info = trace.op_info(int(trace.ops.signature[op]))
-        meeting = world.by_op.get((rank, int(trace.ops.seq[op])))
-        if meeting is not None:
-            part = meeting.members[rank]
-            elements = sum(n for _, n in part.got or part.given or ())
-            # a norm for clipping is reduced, too, and multiplied in
-            if meeting.what in ("all_reduce", "broadcast") and elements >= size:
-                return meeting.ranks
-            continue
-        plain = operator(info.name)
-        moved = info.view or plain in COPIES
-        computed = info.pointwise or plain.startswith(("_foreach_", "_fused_"))
-        if moved or (computed and not copied):
-            inputs = trace.ops.inputs[op].tolist()
-            if plain == "copy":  # what it writes into is gone
-                inputs = inputs[-1:]
-            fresh = [v for v in inputs if v and v not in seen]
-            seen.update(fresh)
-            waiting += fresh
-    return ()
+
+def _unequal(digests: Sequence[Ints]) -> Iterator[int]:
+    """The places at which known digests differ, in order."""
+    table = np.stack(digests)
+    known = table >= 0
+    highest = table.max(axis=0, initial=-1)
+    lowest = np.where(known, table, np.iinfo(np.int64).max).min(axis=0)
+    yield from np.flatnonzero((known.sum(axis=0) > 1) & (highest != lowest)).tolist()
 
 
 def sharded(trace: Trace) -> frozenset[str]:
