@@ -264,6 +264,15 @@ def test_the_documentation_shows_what_is_printed_of_goldens(kept: Kept):
     assert [line for line in shown if line not in printed] == []
 
 
+@pytest.mark.parametrize("plugin", [True, False])
+def test_the_plugin_can_be_left_out(plugin: bool, tmp_path: Path):
+    """Its fixtures and its option are gone then."""
+    (tmp_path / "test_it.py").write_text("def test(opdrift_record): pass")
+    done = run(tmp_path, *([] if plugin else ["-p", "no:opdrift"]), "--setup-plan")
+
+    assert ("fixture 'opdrift_record' not found" in done.stdout) is not plugin
+
+
 def loaded(statement: str) -> set[str]:
     """Which of these modules a fresh process has after a statement."""
     heavy = "{'torch', 'numpy', 'pyarrow', 'rich', 'opdrift', 'opdrift_integrations'}"

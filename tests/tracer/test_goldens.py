@@ -102,8 +102,11 @@ def test_a_run_that_was_cut_off_is_not_kept(run: Path, golden: Golden, tmp_path:
     assert not golden.file.exists()
 
 
-def test_a_distributed_run_is_not_kept(run: Path, golden: Golden, tmp_path: Path):
+def test_a_distributed_run_is_neither_kept_nor_compared(run: Path, golden: Golden, tmp_path: Path):
     labelled(run, tmp_path / "ranks" / "rank-00000", rank=0, world_size=2)
 
     with pytest.raises(IncomparableTracesError, match="is of a distributed run"):
         golden.keep(tmp_path / "ranks", root=tmp_path)
+    golden.keep(run, root=tmp_path)
+    with pytest.raises(IncomparableTracesError, match="is of a distributed run"):
+        golden.compare(tmp_path / "ranks", tmp_path / "golden.trace", tolerance=None)

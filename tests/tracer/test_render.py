@@ -638,6 +638,20 @@ def test_json_of_ranks_holds_a_document_each():
 # ---- Markdown ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("said", "set_"),
+    [
+        ("result = model.load(state, strict=True);", "result = `model.load(state, strict=True)`;"),
+        ("persistent buffers are in state_dict())", "persistent buffers are in `state_dict()`)"),
+        ('pass record(kernels="full") once', 'pass record(kernels="full") once'),
+        ("with flags(enabled=f(x)): run", "with flags(enabled=f(x)): run"),
+    ],
+)
+def test_markdown_sets_a_call_as_one_piece_of_code(said: str, set_: str):
+    """Arguments and all; prose with parentheses stays prose."""
+    assert markdown.prose(said) == set_
+
+
 def test_markdown_leaves_no_name_to_act_as_markup():
     """Everything with a special character is inside a code span; nothing mentions, links or formats."""
     evil = "a*b_c [x](http://y) <img> @you #1 `tick` | &amp; $x$ ~~s~~"

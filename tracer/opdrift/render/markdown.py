@@ -17,7 +17,7 @@ _SPECIAL: Final = re.compile(r"[\\`*_\[\]<>|#@&~$]|[A-Za-z]\w*\.\w")
 #: Code that the causes wrote themselves, layouts such as float32[4, 64], and calls such as model.load(state, strict=True);
 #: only as words of their own: a span next to another backtick would end elsewhere.
 _CODE: Final = re.compile(
-    r"(?:^|(?<= )|(?<=^\()|(?<= \())(`[^`]+`|\w+\[[\d, ]*\]|[A-Za-z_]\w*(?:\.\w+)+\([^()`]*\))(?=[,;:.)]*(?: |$))"
+    r"(?:^|(?<= )|(?<=^\()|(?<= \())(`[^`]+`|\w+\[[\d, ]*\]|(?:[A-Za-z_]\w*(?:\.\w+)+|[A-Za-z]\w*_\w*)\([^()`]*\))(?=[,;:.)]*(?: |$))"
 )
 _TRAILING: Final = ",;:.)"
 _ROWS: Final = 20

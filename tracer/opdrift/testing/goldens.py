@@ -36,9 +36,10 @@ class Golden:
         """What `diff` says of the kept run and another one, `run`; the kept one is unpacked to a folder for it.
 
         Raises:
-            IncomparableTracesError: The file holds the run of another test.
+            IncomparableTracesError: The file holds the run of another test, or the other run is distributed.
             OpdriftError: It cannot be read.
         """
+        _check_alone(run)
         unpack(self.file, unpacked)
         kept = load(unpacked)
         if kept.header.label != self.label:
@@ -58,10 +59,7 @@ class Golden:
         Raises:
             IncomparableTracesError: The run holds nothing, or not all, of what could be compared with it later.
         """
-        if rank_folders(run):
-            raise IncomparableTracesError(
-                f"{run} is of a distributed run; goldens are kept of runs of one process. Compare two runs of the test instead."
-            )
+        _check_alone(run)
         trace = load(run)
         if trace.incomplete is not None or not len(trace.ops):
             said = trace.incomplete or "without any op"
@@ -101,6 +99,13 @@ def golden_of(test_file: Path, names: tuple[str, ...], name: str) -> Golden:
     if file != text or len(file) > _LONGEST:  # two names may have become one
         file = f"{file[:_LONGEST]}-{zlib.crc32(text.encode()):08x}"
     return Golden(test_file.parent / FOLDER / test_file.stem / f"{file}{_SUFFIX}", label)
+
+
+def _check_alone(run: Path) -> None:
+    if rank_folders(run):
+        raise IncomparableTracesError(
+            f"{run} is of a distributed run; goldens are kept of runs of one process. Compare two runs of the test instead."
+        )
 
 
 def _shorter(root: Path) -> Callable[[str], str]:
