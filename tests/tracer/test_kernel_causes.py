@@ -269,3 +269,24 @@ def test_a_mask_that_only_the_training_step_has_is_still_told(tmp_path: Path) ->
     assert found.first is not None
     assert found.first.phase == "forward"
     assert found.first.cause.slug == "mask"
+
+
+def test_an_input_in_another_memory_format_is_named(tmp_path: Path):
+    """The convolution's kernel follows from the strides of its input: equal elements, another order of adding."""
+    torch.manual_seed(51)
+    model = nn.Sequential(nn.Conv2d(16, 32, 3, padding=1), nn.Conv2d(32, 16, 3, padding=1)).eval()
+    x = torch.randn(2, 16, 14, 14)
+    with torch.no_grad():
+        for name, given in (("a", x), ("b", x.to(memory_format=torch.channels_last))):
+            with opdrift.record(tmp_path / name, model=model):
+                model(given)
+
+    found = opdrift.diff(tmp_path / "a", tmp_path / "b")
+
+    if found.verdict == "identical":
+        pytest.skip("this machine's convolution gives equal bits for both formats")
+    assert found.verdict == "rounding"
+    assert found.first is not None
+    said = " ".join(found.first.cause.evidence)
+    assert "lies in memory in another order: left contiguous, right channels_last" in said
+    assert "memory_format" in found.first.cause.try_

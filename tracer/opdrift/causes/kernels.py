@@ -8,6 +8,7 @@ from opdrift.case import Side
 from opdrift.causes.compiled import compiled_side, doubt, ran_compiled
 from opdrift.causes.evidence import SIDES, Evidence, cause, op_names, scope, some
 from opdrift.causes.likeness import likeness
+from opdrift.causes.memoryformat import other_memory_format
 from opdrift.causes.nondeterministic import NONDETERMINISTIC, SPARSE
 from opdrift.causes.picked import (
     FUSED,
@@ -101,6 +102,7 @@ def rounding(e: Evidence) -> Cause | None:
         evidence += casts_at(e, cast[0])
     evidence.append(other_sizes(e))
     evidence.append(_other_threads(e))
+    evidence.append(other_memory_format(e))
     evidence += _regions(e)
     evidence += [
         f"{d.name}: {d.left} against {d.right}"
@@ -150,6 +152,8 @@ def _for_equal_bits(e: Evidence, ran: Choices | None, cast: tuple[int, str] | No
     alike = for_equal_bits(e)
     if alike:
         return f"Nothing is wrong. {alike}."
+    if other_memory_format(e):
+        return "Nothing is wrong. For equal bits give both runs one memory format: x.to(memory_format=torch.channels_last), or .contiguous()."
     return (
         "Nothing is wrong. For equal bits use the same kernel on both sides: the same batch size, threads"
         " (torch.set_num_threads), attention backend (sdpa_kernel) and library versions."
