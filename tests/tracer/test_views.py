@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from rich.cells import cell_len
 
+import opdrift
 from opdrift.findings import findings
 from opdrift.records import (
     Alignment,
@@ -187,6 +188,15 @@ def test_context_counts_ops_on_each_side():
     found = rows(trace("mm relu mm relu mm relu mm"), trace("mm relu mm relu* mm relu mm"), (4, 4))
     lines = views.around(found, 2, WIDE).splitlines()
     assert [line[:1] for line in lines[3:-1]] == ["=", "=", "x", "~", "~"]
+
+
+def test_a_weight_that_differs_is_named_where_it_is_read():
+    """The op begins no difference of its own; whoever reads the view alone should not take it for the culprit."""
+    left, right = trace("mm relu mm"), trace("mm relu mm!")
+    page = views.around(rows_of(left, right, opdrift.diff(left, right)), 1, WIDE)
+
+    assert "ops around the first that reads w1, which differs" in page
+    assert "first divergence" not in page
 
 
 def test_without_a_divergence_the_first_ops_are_shown():

@@ -57,6 +57,7 @@ class Rows:
         right: Per row the right op's index, -1 if it has none.
         codes: Per row its mark, as a place in `MARKS`.
         focus: The row of the first divergence; None where it is in no op.
+        leaf: Where the first divergence is a parameter or an input: its name, and `focus` the first op that reads it.
         compared: What is equal in the pairs, and what differs.
     """
 
@@ -72,6 +73,7 @@ class Rows:
                 self.codes[row] = _BEGINS
         shown = diagnosis.first or diagnosis.first_bitwise
         self.focus = None if shown is None else self.at(shown.seq)
+        self.leaf = None if shown is None or shown.kind != "leaf" else shown.name
 
     def __len__(self) -> int:
         return len(self.left)

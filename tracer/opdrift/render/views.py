@@ -130,7 +130,12 @@ def _opened(rows: Rows, context: int, screen: Screen) -> tuple[Page, range]:
     if middle is None:
         page.heading(f"the first {count(min(len(rows), 2 * context + 1))} ops")
         return page, range(min(len(rows), 2 * context + 1))
-    page.heading("ops around the first divergence")
+    where = (
+        "ops around the first divergence"
+        if rows.leaf is None
+        else f"ops around the first that reads {name(rows.leaf)}, which differs"
+    )
+    page.heading(where)
     return page, range(max(0, middle - context), min(len(rows), middle + context + 1))
 
 
