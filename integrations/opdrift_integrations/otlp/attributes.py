@@ -10,7 +10,6 @@ from opdrift.plugins import OP_STATUSES, Comparison
 from opdrift.records import (
     FLAG_WORDS,
     Argument,
-    Call,
     Cause,
     Divergence,
     Header,
@@ -88,15 +87,19 @@ def step(number: int) -> Made:
 # ---- modules -------------------------------------------------------------------------------------------
 
 
-def call(found: Call) -> Made:
-    """Of a module call's span."""
+def module(path: str, kind: str, training: bool, called: Source | None) -> Made:
+    """Of the spans of a module's calls."""
     return {
-        "torch.module.path": found.path,
-        "torch.module.type": found.type,
-        "torch.module.call_index": found.number,
-        "torch.module.training": found.training,
-        **source(found.source),
+        "torch.module.path": path,
+        "torch.module.type": kind,
+        "torch.module.training": training,
+        **source(called),
     }
+
+
+def call(number: int) -> Made:
+    """Of the span of one call of a module."""
+    return {"torch.module.call_index": number}
 
 
 def differing(ops: int) -> Made:

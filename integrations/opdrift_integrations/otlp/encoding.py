@@ -103,9 +103,11 @@ class Encoder(Protocol):
 def shortened(value: Value, length: int) -> Value:
     """A value whose texts have at most `length` characters; integers too large for OTLP become texts."""
     if isinstance(value, str):
-        return value[:length]
-    if isinstance(value, Sequence):
-        return [shortened(each, length) for each in value]  # type: ignore[return-value]
-    if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        return str(value)
-    return value
+        return value if len(value) <= length else value[:length]
+    if isinstance(value, float):
+        return value
+    if isinstance(value, int):
+        return value if -(2**63) <= value < 2**63 else str(value)
+    if value and isinstance(value[0], float):
+        return value
+    return [shortened(each, length) for each in value]  # type: ignore[return-value]

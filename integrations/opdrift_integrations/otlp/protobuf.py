@@ -54,11 +54,12 @@ class Protobuf:
     ) -> None:
         name, version, schema = scope
         self._limits = limits
+        self._names: dict[str, bytes] = {}
+        self._keys: dict[str, bytes] = {}
         self._head = _field(1, trace_id)
         self._resource = _field(1, b"".join(self._keyed(1, resource)))
         self._scope = _field(1, _text(1, name) + _text(2, version))
         self._schema = _text(3, schema)
-        self._names: dict[str, bytes] = {}
 
     def attributes(self, values: Attributes) -> tuple[bytes, ...]:
         """See `Encoder`."""
@@ -134,11 +135,20 @@ class Protobuf:
 
     def _keyed(self, number: int, values: Attributes) -> tuple[bytes, ...]:
         """Attributes, each as this field of what they belong to."""
-        length = self._limits.length
-        return tuple(
-            _field(number, _text(1, key) + _field(2, _value(shortened(value, length))))
-            for key, value in values.items()
-        )
+        length, keys, tag = self._limits.length, self._keys, _varint(number << 3 | 2)
+        found = []
+        for key, value in values.items():
+            named = keys.get(key)
+            if named is None:
+                named = keys[key] = _text(1, key) + b"\x12"
+            encoded = _value(shortened(value, length))
+            size = _varint(len(encoded))
+            found.append(
+                b"".join(
+                    (tag, _varint(len(named) + len(size) + len(encoded)), named, size, encoded)
+                )
+            )
+        return tuple(found)
 
 
 def _cut(encoded: tuple[bytes, ...], limit: int, number: int) -> tuple[tuple[bytes, ...], bytes]:
@@ -148,15 +158,20 @@ def _cut(encoded: tuple[bytes, ...], limit: int, number: int) -> tuple[tuple[byt
 
 def _value(value: Value) -> bytes:
     if isinstance(value, str):
-        # not `_text`: an empty text is a value, too
-        return _field(1, value.encode("utf-8", "backslashreplace"))
+        encoded = value.encode("utf-8", "backslashreplace")
+        return b"\x0a" + _varint(len(encoded)) + encoded
     if isinstance(value, bool):
         return b"\x10\x01" if value else b"\x10\x00"
     if isinstance(value, int):
         return b"\x18" + _varint(value & (2**64 - 1))
     if isinstance(value, float):
         return b"\x21" + _DOUBLE.pack(value)
-    return _field(5, b"".join(_field(1, _value(each)) for each in value))
+    parts: list[bytes] = []
+    for each in value:
+        encoded = _value(each)
+        parts += (b"\x0a", _varint(len(encoded)), encoded)
+    listed = b"".join(parts)
+    return b"\x2a" + _varint(len(listed)) + listed
 
 
 def _field(number: int, content: bytes) -> bytes:
@@ -173,11 +188,17 @@ def _count(number: int, count: int) -> bytes:
 
 
 def _varint(number: int) -> bytes:
-    if number < 0x80:
-        return bytes((number,))
+    return _SMALL[number] if number < len(_SMALL) else _long_varint(number)
+
+
+def _long_varint(number: int) -> bytes:
     found = bytearray()
     while number > 0x7F:
         found.append(number & 0x7F | 0x80)
         number >>= 7
     found.append(number)
     return bytes(found)
+
+
+#: Most numbers are lengths.
+_SMALL: Final = tuple(map(_long_varint, range(2048)))

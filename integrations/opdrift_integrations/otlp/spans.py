@@ -91,8 +91,19 @@ class Spans:
         said: attributes.Made,
         extras: Extras = NO_EXTRAS,
     ) -> bytes:
-        start, end = times[0] + self._clock, times[1] + self._clock
         encoded = self._encoder.attributes(said)
+        return self._encoded(ident, parent, name, times, encoded, extras)
+
+    def _encoded(
+        self,
+        ident: bytes,
+        parent: bytes,
+        name: str,
+        times: tuple[int, int],
+        encoded: tuple[bytes, ...],
+        extras: Extras,
+    ) -> bytes:
+        start, end = times[0] + self._clock, times[1] + self._clock
         return self._encoder.span(ident, parent, name, start, end, encoded, extras)
 
     def _run(self) -> bytes:
@@ -131,18 +142,35 @@ class Spans:
             yield self._span(step.ident, self._tree.run, "torch.step", (step.start, step.end), said)
 
     def _calls(self) -> Iterator[bytes]:
-        tree, first = self._tree, self._first
+        tree, first, columns = self._tree, self._first, self._trace.call_columns
+        known: dict[tuple[int, ...], tuple[bytes, ...]] = {}
         for number in tree.calls.tolist():
-            call = self._trace.calls[number]
-            said = attributes.call(call)
+            # not `trace.calls`, which keeps what it makes: a long run has hundreds of thousands
+            path = int(columns.path[number])
+            key = (
+                path,
+                int(columns.source[number]),
+                int(columns.training[number]),
+            )
+            shared = known.get(key)
+            if shared is None:
+                shared = known[key] = self._encoder.attributes(self._module(*key))
+            own = attributes.call(int(columns.number[number]))
             if self._process.comparison is not None:
-                said |= attributes.differing(int(tree.differing[number]))
+                own |= attributes.differing(int(tree.differing[number]))
             times = int(tree.call_starts[number]), int(tree.call_ends[number])
             extras = NO_EXTRAS
             if first is not None and (first.kind, first.number) == (Kind.CALL, number):
                 extras = first.extras(times[0] + self._clock)
             ids = tree.call_id(number), tree.call_parent(number)
-            yield self._span(*ids, call.type or "module", times, said, extras)
+            name = self._trace.call_name(path)[1] or "module"
+            encoded = shared + self._encoder.attributes(own)
+            yield self._encoded(*ids, name, times, encoded, extras)
+
+    def _module(self, path: int, source: int, training: int) -> attributes.Made:
+        """What all calls of a module from one line say."""
+        name, kind = self._trace.call_name(path)
+        return attributes.module(name, kind, bool(training), self._trace.source(source))
 
     def _marks(self) -> Iterator[bytes]:
         for number, mark in enumerate(self._tree.marks):

@@ -19,8 +19,13 @@ def in_scope(trace: Trace, pattern: str) -> Ints:
     Raises:
         InvalidOptionError: No op did.
     """
-    calls = [call.id for call in trace.calls if _below(call.path, pattern)]
-    found = np.flatnonzero(np.isin(trace.ops.call, calls))
+    columns = trace.call_columns.path
+    chosen = np.zeros(int(columns.max(initial=0)) + 1, np.bool_)
+    for path in np.unique(
+        columns
+    ).tolist():  # a long run has few paths and hundreds of thousands of calls
+        chosen[path] = _below(trace.call_name(path)[0], pattern)
+    found = np.flatnonzero(chosen[columns[trace.ops.call]])
     if not len(found):
         raise InvalidOptionError(
             f"No op of {trace.path} ran in {pattern!r}. `opdrift show {trace.path}` lists the modules."
