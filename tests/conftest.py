@@ -75,6 +75,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="plant every fault at every op (tests/quality), not a subset",
     )
+    parser.addoption(
+        "--mlflow",
+        nargs="?",
+        const="install",
+        metavar="COMMAND",
+        help="send spans to MLflow: to the server of this command, else of one installed in an environment of its own",
+    )
 
 
 @pytest.fixture

@@ -769,6 +769,20 @@ def test_training_is_bit_identical_under_every_option(
     unchanged(training_steps, integrity=integrity, kernels=kernels)
 
 
+@pytest.mark.parametrize("case", [training_steps, an_op_that_raises, a_hook_that_raises])
+def test_a_run_is_bit_identical_while_spans_are_opened(
+    case: Callable[[], Any], unchanged: Unchanged
+):
+    """Through a tracer of the SDK, which by itself takes its ids from the program's `random`."""
+    from opentelemetry.sdk.trace import TracerProvider
+
+    from opdrift_integrations.opentelemetry import OpenTelemetryIntegration
+
+    spans = OpenTelemetryIntegration(TracerProvider(shutdown_on_exit=False).get_tracer("test"))
+
+    unchanged(case, integrations=[spans])
+
+
 @pytest.mark.parametrize(
     "surroundings",
     [

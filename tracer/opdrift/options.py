@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, cast
@@ -13,7 +13,7 @@ import torch
 from torch.nn import Module
 
 from opdrift.errors import InvalidOptionError
-from opdrift.plugins import check_integrations, installed_integrations
+from opdrift.plugins import Integration, installed_integrations
 from opdrift.records import Batch
 
 Effort = Literal["auto", "full", "off"]
@@ -26,13 +26,17 @@ SYNCHRONISED: Final = "OPDRIFT_SYNCHRONISED"
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The checked arguments of `record`, `integrations` is None for "auto"; and `synchronised`, from the environment."""
+    """The checked arguments of `record`; and `synchronised`, from the environment.
+
+    `integrations` holds those that were named or handed over, `automatic` says whether "auto" was among them.
+    """
 
     path: Path
     models: Mapping[str, Module]
     inputs: Mapping[str, torch.Tensor]
     batch: Batch | None
-    integrations: tuple[str, ...] | None
+    integrations: tuple[str | Integration, ...]
+    automatic: bool
     kernels: Effort
     integrity: Effort
     label: str
@@ -77,12 +81,14 @@ def check_options(
         raise InvalidOptionError(f"label={label!r} is no text.")
     if not isinstance(overwrite, bool):
         raise InvalidOptionError(f"overwrite={overwrite!r}: say True or False.")
+    chosen = _integrations(integrations)
     return Options(
         path=_path(path),
         models=_models(model),
         inputs=_inputs(inputs),
         batch=batch,
-        integrations=_integrations(integrations),
+        integrations=tuple(each for each in chosen if each != "auto"),
+        automatic="auto" in chosen,
         kernels=_effort("kernels", kernels),
         integrity=_effort("integrity", integrity),
         label=label,
@@ -119,20 +125,31 @@ def _inputs(inputs: object) -> Mapping[str, torch.Tensor]:
     )
 
 
-def _integrations(names: object) -> tuple[str, ...] | None:
-    if names == "auto":
-        return None
+def _integrations(given: object) -> tuple[str | Integration, ...]:
+    """What was asked for, "auto" among it."""
+    if given == "auto":
+        return ("auto",)
     known = installed_integrations()
-    if (
-        isinstance(names, str)
-        or not isinstance(names, Sequence)
-        or not all(isinstance(name, str) for name in names)
-    ):
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise InvalidOptionError(_wrong_integrations(given, known))
+    for each in given:
+        if isinstance(each, type) or not isinstance(each, str | Integration):
+            raise InvalidOptionError(_wrong_integrations(given, known))
+    unknown = [
+        each for each in given if isinstance(each, str) and each not in known and each != "auto"
+    ]
+    if unknown:
         raise InvalidOptionError(
-            f"integrations={names!r}: give 'auto', or a sequence of names from {', '.join(sorted(known))}."
+            f"There is no integration {', '.join(map(repr, unknown))}; installed are {', '.join(sorted(known)) or 'none'}."
         )
-    check_integrations(names)
-    return tuple(names)
+    return tuple(given)
+
+
+def _wrong_integrations(given: object, known: Iterable[str]) -> str:
+    return (
+        f"integrations={given!r}: give 'auto', or a sequence of names from {', '.join(sorted(known))},"
+        " of 'auto', and of integrations that you made yourself."
+    )
 
 
 def _effort(name: str, value: str) -> Effort:

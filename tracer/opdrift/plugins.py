@@ -116,6 +116,52 @@ class SeesCalls(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class ModuleCall:
+    """A call of a module that begins.
+
+    Attributes:
+        id: Of the call, as in the trace.
+        parent: The call that it is made in; 0 outside every module.
+        path: Of the module.
+        kind: Its class, or "scope".
+        number: Which call of that path, from 0.
+        training: `module.training`.
+    """
+
+    id: int
+    parent: int
+    path: str
+    kind: str
+    number: int
+    training: bool
+
+
+@runtime_checkable
+class SeesModules(Protocol):
+    """An integration that wants to know which module call each recorded thread is in. Both are called on that thread."""
+
+    def entered(self, call: ModuleCall) -> None:
+        """A module's call began, or a scope of the program."""
+        ...
+
+    def returned(self, call: int) -> None:
+        """Calls ended; the thread is in this one again, 0 being the program outside every module.
+
+        While an exception leaves a module, `sys.exception()` is that.
+        """
+        ...
+
+
+@runtime_checkable
+class SeesMarks(Protocol):
+    """An integration that wants to know of the marks that the program and other integrations write."""
+
+    def marked(self, kind: str, fields: Mapping[str, Any]) -> None:
+        """A mark was written."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Comparison:
     """What a comparison with another run says of one process of the exported run.

@@ -47,7 +47,14 @@ from opdrift.options import (
     check_text,
     finite,
 )
-from opdrift.plugins import Integration, OwnsParameters, SeesCalls, installed_integrations
+from opdrift.plugins import (
+    Integration,
+    OwnsParameters,
+    SeesCalls,
+    SeesMarks,
+    SeesModules,
+    installed_integrations,
+)
 from opdrift.records import TRACE_SCHEMA, Batch
 from opdrift.scopes import Scopes, name_arguments, walk
 from opdrift.sources import Sources, raised_at
@@ -81,7 +88,7 @@ def record(
     model: Module | Mapping[str, Module] | None = None,
     inputs: Mapping[str, torch.Tensor] | None = None,
     batch: Batch | None = None,
-    integrations: Literal["auto"] | Sequence[str] = "auto",
+    integrations: Literal["auto"] | Sequence[str | Integration] = "auto",
     kernels: Literal["auto", "full", "off"] = "auto",
     integrity: Literal["auto", "full", "off"] = "auto",
     label: str = "",
@@ -101,7 +108,8 @@ def record(
         batch: The leading batch of this run: each sample of what carries it is recorded by itself, too, which
             reads contents twice.
         integrations: "auto" attaches those whose library the program has imported (also later, while it
-            is recorded); or names; or `()` for none.
+            is recorded); or names, "auto" among them if you like, and integrations that you made; or `()` for
+            none.
         kernels: How much to find out about kernels: "auto" what is free, "full" also what oneDNN and MKL say of
             each op on a CPU (implementation, sizes, threads) and the kernels that each op launches on a GPU,
             which makes ops slower, "off".
@@ -142,6 +150,7 @@ class Recorder:
         #: threads that called modules, and whose ops are not recorded
         self._unrecorded: set[int] = set()
         self._told_of_calls: list[SeesCalls] = []
+        self._told_of_marks: list[SeesMarks] = []
         #: devices without a kernel, as notes
         self._slow_devices: list[str] = []
         #: why kernels were not watched although that was asked for, as notes
@@ -278,8 +287,12 @@ class Recorder:
 
     def _open(self) -> None:
         self._look_for_imports = self._stack.enter_context(watch_imports(self._wanted_imports()))
-        for name in self._options.integrations or ():
-            integration = self._load_integration(installed_integrations()[name])
+        for given in self._options.integrations:
+            integration = (
+                self._load_integration(installed_integrations()[given])
+                if isinstance(given, str)
+                else given
+            )
             if integration is not None:
                 self._attach(integration)
         with silent():  # after the integrations: some own parameters
@@ -309,7 +322,7 @@ class Recorder:
             "torch._dynamo.callback": lambda: self._guarded("torch._dynamo", self._dynamo_loaded),
             GRAPHS: lambda: self._guarded("torch._inductor", self._inductor_loaded),
         }
-        if self._options.integrations is None:
+        if self._options.automatic:
             for point in installed_integrations().values():
                 integration = self._load_integration(point)
                 if integration is not None:
@@ -442,6 +455,8 @@ class Recorder:
                 f"mark({kind!r}) has a field that is no JSON value: {error}. Use numbers, text, lists and dicts."
             ) from None
         self._spool.mark(self._spool.thread(), kind, text)
+        for each in self._told_of_marks:
+            self._guarded("a mark", partial(each.marked, kind, fields))
 
     def scope(self, name: str) -> AbstractContextManager[None]:
         """Ops inside run in the scope `name`, below the present one.
@@ -653,6 +668,10 @@ class Recorder:
                 self._naming.owners.append(integration)
             if isinstance(integration, SeesCalls):
                 self._told_of_calls.append(integration)
+            if isinstance(integration, SeesModules):
+                self._scopes.watchers.append(integration)
+            if isinstance(integration, SeesMarks):
+                self._told_of_marks.append(integration)
         except Exception as error:
             self._failed(f"integration {integration.name}", error)
 

@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from opdrift.buffers import CALL, CALLS, Place
 from opdrift.neutral import hide_from_dynamo
+from opdrift.plugins import ModuleCall, SeesModules
 from opdrift.sources import CALL_IMPL, Sources
 
 if TYPE_CHECKING:
@@ -140,6 +141,8 @@ class Scopes:
         self._call_ids = itertools.count(1)
         self._handles: list[RemovableHandle] = []
         self._numbers: dict[str, int] = {}
+        #: integrations that follow module calls
+        self.watchers: list[SeesModules] = []
 
     # ---- life ----------------------------------------------------------------------------------------
 
@@ -246,6 +249,8 @@ class Scopes:
                 self._on_call(t)
             t.call = self._open(t, known.id, known.path, module.training, line)
             t.source, t.path, t.module = line, known.path, known.ref
+            if self.watchers:
+                self._tell_entered(t, type(module).__name__, module.training)
         except Exception as error:
             self._failed("module call", error)
 
@@ -284,6 +289,8 @@ class Scopes:
             self._return_to(t, holder)
         else:
             return  # a hook of the program raised before ours ran
+        if self.watchers:
+            self._tell_returned(t.call)
         if not t.modules and not t.paused and current_node() is None:
             try:
                 self._on_root_done(t, module, call, output)
@@ -328,11 +335,31 @@ class Scopes:
         call = self._open(t, self._path_id(path, "scope"), path, training=False, line=t.source)
         t.stack.append(Place(t.call, t.source, t.path, t.module, -call))
         t.call, t.path = call, path
+        if self.watchers:
+            self._tell_entered(t, "scope", training=False)
         try:
             yield
         finally:
             if self._is_open(t, -call):
                 self._return_to(t, -call)
+                if self.watchers:
+                    self._tell_returned(t.call)
+
+    def _tell_entered(self, t: ThreadBuffers, kind: str, training: bool) -> None:
+        number = self._numbers[t.path] - 1  # it counts the calls so far, this one among them
+        call = ModuleCall(t.call, t.stack[-1].call, t.path, kind, number, training)
+        for watcher in self.watchers:
+            try:
+                watcher.entered(call)
+            except Exception as error:
+                self._failed("a module call", error)
+
+    def _tell_returned(self, call: int) -> None:
+        for watcher in self.watchers:
+            try:
+                watcher.returned(call)
+            except Exception as error:
+                self._failed("the end of a module call", error)
 
 
 hide_from_dynamo(Scopes.enter, Scopes.leave)
