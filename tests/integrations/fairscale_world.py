@@ -127,7 +127,6 @@ def poke_shard(model: nn.Module) -> None:
 
 FAULTS = {
     "buffers": Fault(fairscale, patches=other_buffer),
-    "torn": Fault(fairscale, forward=lambda block: poke(block.fc1.weight, 33)),
     "exchanged": Fault(fairscale, patches=exchange, options={"flatten_parameters": False}),
     "each-swapped": Fault(fairscale, forward=swap, options={"flatten_parameters": False}),
     "half-moved": Fault(fairscale, patches=copy_a_part, options=OFFLOAD),
@@ -135,6 +134,9 @@ FAULTS = {
 for _name, _options in (("", {}), ("half-", OFFLOAD)):
     FAULTS |= {
         f"{_name}stale": Fault(fairscale, ranks=(0, 1), patches=never_free, options=_options),
+        f"{_name}torn": Fault(
+            fairscale, forward=lambda block: poke(block.fc1.weight, 33), options=_options
+        ),
         f"{_name}order": Fault(fairscale, patches=reverse, options=_options),
         f"{_name}clamped": Fault(fairscale, forward=clamp, options=_options),
         f"{_name}swapped": Fault(fairscale, forward=swap, options=_options),

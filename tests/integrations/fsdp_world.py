@@ -28,6 +28,7 @@ from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import Shard
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import opdrift
 
@@ -183,6 +184,9 @@ def run_correct(case: Correct, trace: str | None) -> dict[str, Any]:
 
 def poke(tensor: torch.Tensor, element: int = 0, value: float = 7.0) -> None:
     """Write one element past the dispatcher, as another thread would."""
+    if tensor.element_size() == 2:
+        ctypes.c_uint16.from_address(tensor.data_ptr() + 2 * element).value = 0x40E0  # 7, or 2.4
+        return
     ctypes.c_float.from_address(tensor.data_ptr() + 4 * element).value = value
 
 
@@ -228,6 +232,16 @@ class Fault:
 def keep_after_backward(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     model.set_reshard_after_backward(False)
     return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def gather_before_the_step(model: nn.Module) -> Iterator[None]:
+    """Ask for the next forward's parameters too early: what the optimizer then does is not in them."""
+    handle = register_optimizer_step_pre_hook(lambda *_: model.layers[0].unshard())
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def never_free(model: nn.Module) -> contextlib.AbstractContextManager[None]:
@@ -339,12 +353,22 @@ for _wrap, _options in (
     _name = f"{_wrap.__name__}-bf16"
     FAULTS |= {
         f"{_name}-stale": Fault(_wrap, options=_options, ranks=(0, 1), patches=keep_after_backward if _wrap is fsdp2 else never_free),
+        f"{_name}-torn": Fault(_wrap, options=_options, forward=lambda block: poke(block.fc1.weight, 33)),
+        f"{_name}-order": Fault(_wrap, options=_options, patches=reverse_each if _wrap is fsdp2 else reverse_flat),
+        f"{_name}-swapped": Fault(_wrap, options=_options, forward=swap),
         f"{_name}-clamped": Fault(_wrap, options=_options, forward=clamp),
         f"{_name}-hidden": Fault(_wrap, options=_options, between=lambda model: poke(local(model.layers[1].fc2.weight), 5)),
     }  # fmt: skip
 FAULTS["fsdp1-buffers"] = Fault(fsdp1, patches=other_buffer)
 FAULTS["fsdp2-buffers"] = Fault(fsdp2, patches=other_buffer)
 FAULTS["fsdp2-exchanged"] = Fault(fsdp2, patches=exchange)
+FAULTS["fsdp2-early"] = Fault(fsdp2, ranks=(0, 1), patches=gather_before_the_step)
+FAULTS["fsdp2-offload-stale"] = Fault(
+    fsdp2,
+    ranks=(0, 1),
+    patches=keep_after_backward,
+    options={"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+)
 FAULTS["fsdp2-moved"] = Fault(
     fsdp2,
     patches=copy_a_part,

@@ -83,6 +83,7 @@ FOUND: dict[str, Place] = {
     "half-swapped": ("gather", 1, WEIGHT, "fsdp-gather", 1),
     "each-swapped": ("gather", 1, WEIGHT, "fsdp-gather", 1),
     "torn": ("gather", 1, WEIGHT, "race", 1),
+    "half-torn": ("gather", 1, WEIGHT, "race", 1),
     "hidden": ("hidden-write", 1, "layers.1.fc2.weight", "race", 1),
     "half-hidden": ("hidden-write", 1, "layers.1.fc2.weight", "race", 1),
     "order": ("gather", 1, "layers.0.fc1.bias", "fsdp-gather", 0),

@@ -158,6 +158,12 @@ FOUND: dict[str, Place] = {
     "fsdp2-hidden": ("hidden-write", 1, "layers.1.fc2.weight", "race", 1),
     "fsdp1-bf16-clamped": ("gather", 1, WEIGHT, "fsdp-gather", 1),
     "fsdp2-bf16-clamped": ("gather", 1, WEIGHT, "fsdp-gather", 1),
+    "fsdp1-bf16-swapped": ("gather", 1, WEIGHT, "fsdp-gather", 1),
+    "fsdp2-bf16-swapped": ("gather", 1, WEIGHT, "fsdp-gather", 1),
+    "fsdp1-bf16-torn": ("gather", 1, WEIGHT, "race", 1),
+    "fsdp2-bf16-torn": ("gather", 1, WEIGHT, "race", 1),
+    "fsdp1-bf16-order": ("gather", 1, "layers.0.fc1.bias", "fsdp-gather", 0),
+    "fsdp2-bf16-order": ("gather", 1, WEIGHT, "fsdp-gather", 0),
     "fsdp1-bf16-hidden": ("hidden-write", 1, "layers.1.fc2.weight", "race", 1),
     "fsdp2-bf16-hidden": ("hidden-write", 1, "layers.1.fc2.weight", "race", 1),
     "fsdp1-buffers": ("replica", 1, "layers.1.scale", "replica", None),
@@ -188,7 +194,8 @@ def test_a_fault_is_one_finding_with_parameter_rank_and_step(world, case):
 
 
 @pytest.mark.parametrize(
-    "case", ["fsdp1-stale", "fsdp2-stale", "fsdp1-bf16-stale", "fsdp2-bf16-stale"]
+    "case",
+    ["fsdp1-stale", "fsdp2-stale", "fsdp1-bf16-stale", "fsdp2-bf16-stale", "fsdp2-offload-stale"],
 )
 def test_stale_parameters_are_found_at_their_use(world, case):
     """They were not given back, and the optimizer has made a step since."""
@@ -201,6 +208,17 @@ def test_stale_parameters_are_found_at_their_use(world, case):
         assert (each.kind, each.cause.slug, each.step) == ("gather", "fsdp-gather", 1)
         assert any("that is what this shard held at" in line for line in each.cause.evidence)
         assert "reshard" in each.cause.try_
+
+
+def test_parameters_that_were_gathered_before_the_optimizer_s_step_are_stale(world):
+    """The next forward was prefetched too early."""
+    found = world.found("fsdp2-early")
+
+    assert {place(each)[:2] + place(each)[3:] for each in found} == {
+        ("gather", rank, "fsdp-gather", 1) for rank in (0, 1)
+    }
+    assert {each.module for each in found} == {"layers.0"}
+    assert all("were used as their shards had been before" in each.cause.summary for each in found)
 
 
 def test_another_parameter_s_shard_is_found_on_both_ranks(world):
