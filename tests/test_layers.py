@@ -32,7 +32,7 @@ LAYERS: tuple[tuple[int, str, str], ...] = (
     (
         3,
         READING,
-        "bounds case compare extracalls flow leaves matches modelsettings openmasks orders pairs parts picks provenance races regionresults samples settings shards sinks steps timeline",
+        "bounds case compare extracalls flow leaves matches modelsettings openmasks orders pairs parts picks provenance races regionresults samples settings shards sinks steps timeline unfollowed",
     ),
     (
         4,

@@ -146,11 +146,13 @@ def _text(
 
     from opdrift.render import finding_text, kernels, leaf_text, trace_text
     from opdrift.render.page import Screen
+    from opdrift.unfollowed import unfollowed
 
     screen = Screen.of(sys.stdout)
     if options.findings:
         found = _findings(options.trace, trace)
-        emit(finding_text.finding_report(found, screen))
+        notes = unfollowed([trace, *_others(options.trace, trace)])
+        emit(finding_text.finding_report(found, screen, notes=notes))
         return _status(found, options)
     if options.kernels:
         emit(kernels.kernel_report(trace, ops, screen))

@@ -15,6 +15,7 @@ from opdrift.records import EnvironmentDifference, Header, Sides, TraceSummary, 
 from opdrift.sinks import results_of_all
 from opdrift.tracefile.columns import Ints
 from opdrift.tracefile.reader import Trace
+from opdrift.unfollowed import unfollowed
 
 #: Groups of unpaired ops that are listed.
 _GROUPS = 200
@@ -123,6 +124,7 @@ def notes_of(case: Case, found: Found, *, samples: tuple[int, int] | None) -> tu
             notes.append(
                 f"opdrift itself failed at {len(trace.footer.failures)} places while recording the {name} run"
             )
+        notes += [f"{name}: {sentence}" for sentence in unfollowed([trace])]
     if found.unused:
         told = {name for origin in found.origins for name in origin.names}
         names = list(

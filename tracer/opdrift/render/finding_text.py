@@ -10,21 +10,27 @@ from opdrift.render.page import Page, Screen
 from opdrift.render.words import count, name, plural, readable, scope
 
 
-def finding_report(findings: Sequence[Finding], screen: Screen) -> str:
-    """Each finding with its evidence and remedy."""
+def finding_report(
+    findings: Sequence[Finding], screen: Screen, *, notes: Sequence[str] = ()
+) -> str:
+    """Each finding with its evidence and remedy; `notes` say what could not be checked."""
     page = Page(screen)
     if not findings:
         page.line(
             "nothing found: no hidden write, no early or uninitialised read, no NaN or infinity, no bad gather, move or collective",
             "good",
         )
-        return page.render()
-    page.line(plural(len(findings), "finding"), "bad")
+    else:
+        page.line(plural(len(findings), "finding"), "bad")
     for finding in findings:
         page.line()
         page.line(_place(finding), "strong", indent=2)
         for field in card.why(finding.cause):
             page.field(field.label, field.lines, field.tone)
+    if notes:
+        page.line()
+    for note in notes:
+        page.line(f"note: {readable(note)}", hang=6)
     return page.render()
 
 

@@ -32,6 +32,7 @@ from opdrift.render.words import (
     size,
 )
 from opdrift.tracefile.reader import Trace
+from opdrift.unfollowed import unfollowed
 
 #: Rows of the overview's lists.
 _ROWS: Final = 12
@@ -121,6 +122,8 @@ def _about(trace: Trace) -> Iterator[tuple[str, str]]:
             )
         for note in trace.footer.notes:
             yield "note", note
+    for sentence in unfollowed([trace]):
+        yield "note", sentence
 
 
 def _tally(counts: Counter[str]) -> str:
