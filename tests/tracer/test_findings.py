@@ -146,6 +146,21 @@ def test_a_parameter_with_nan_is_named_itself():
     assert places(build.build()) == [("nan", "nan", "head.weight", None, "head", None)]
 
 
+def test_a_parameter_that_an_op_filled_with_nan_does_not_hide_where_it_began():
+    """An optimizer writes the NaN of a gradient into the weight: the gradient's op is the finding, once."""
+    build = Builder()
+    w = build.leaf("embed.weight", content=array(1, 1))
+    with build.scope("embed"):
+        x = build.op("div.Tensor", w, content=array(1, math.nan), phase="backward")
+    written = build.op("add_.Tensor", w, x, content=array(2, math.nan))
+    build.name(written, "embed.weight", when="exit")
+
+    (finding,) = findings([build.build()])
+
+    assert (finding.name, finding.op, finding.seq) == (None, "aten.div.Tensor", 1)
+    assert finding.cause.summary.endswith("aten.div.Tensor in embed in the backward pass")
+
+
 def test_overflow_is_found_before_the_nan_that_it_becomes():
     """An infinity and the NaN made of it are two steps of one story, both told."""
     build = Builder()

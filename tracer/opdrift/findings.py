@@ -190,7 +190,10 @@ def _nonfinite(trace: Trace, steps: Steps) -> Iterator[Finding]:
         (
             each
             for each in trace.leaves
-            if each.kind in ("parameter", "buffer", "input") and _at(nan, rows[each.value])
+            if each.kind in ("parameter", "buffer", "input")
+            # what a recorded op wrote, as an optimizer does, is told where the NaN began
+            and trace.producer[each.value] < 0
+            and _at(nan, rows[each.value])
         ),
         None,
     )
@@ -250,12 +253,14 @@ def _first_op(
             f"{number:,} of {_size(trace, output):,} elements of its output {trace.meta(output)} are {what}",
             f"no input holds one; the largest magnitude among them is {_largest(trace, rows, op.inputs):.3g}",
         ]
+        backward = " in the backward pass" if op.phase == "backward" else ""
+        place = op.call.path or "the root module"
         yield Finding(
             "nan",
             Cause(
                 "nan",
                 "certain",
-                f"{what} first appears in the output of {op.name} in {op.call.path or 'the root module'}",
+                f"{what} first appears in the output of {op.name} in {place}{backward}",
                 tuple(evidence),
                 "Look at this op's inputs: a sum or product beyond the dtype's range, 0/0, log or sqrt of a"
                 " negative number, a softmax over a row that is masked everywhere. bfloat16 or float32 have range"
