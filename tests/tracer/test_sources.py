@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from types import FrameType
 
+import pytest
 import torch
 from recordings import recording
 from torch import nn
@@ -107,13 +108,27 @@ def test_the_same_line_has_one_id():
     assert len(texts) == 1
 
 
-def test_code_that_torch_compile_generated_is_passed_over_and_noticed():
+#: The name of a file that inductor writes: its key, in a folder of two letters of the key.
+KEY = "cxoofmlzuyn5w7cxu5og3k7hhkdpczr4y5kxvuj73axqvy2nz2q3"
+
+
+@pytest.mark.parametrize(
+    ("path", "generated"),
+    [
+        ("/x/torchinductor_me/ab/cd.py", True),
+        (f"/scratch/my-cache/xo/{KEY}.py", True),  # TORCHINDUCTOR_CACHE_DIR=/scratch/my-cache
+        (f"/scratch/my-cache/ab/{KEY}.py", False),
+        ("/scratch/my-cache/train.py", False),
+    ],
+)
+def test_code_that_torch_compile_generated_is_passed_over_and_noticed(path: str, generated: bool):
+    """In whichever folder inductor was told to keep it; a program in the same folder is one."""
     found, texts = sources()
     space = {"find": lambda: found.find(sys._getframe(1), 0)}
-    exec(compile("ident = find()", "/x/torchinductor_me/ab/cd.py", "exec"), space)
+    exec(compile("ident = find()", path, "exec"), space)
 
-    assert __file__.rpartition("/")[2] in texts[space["ident"]]
-    assert found.passed_compiled
+    assert found.passed_compiled == generated
+    assert (__file__ if generated else path).rpartition("/")[2] in texts[space["ident"]]
 
 
 def test_code_that_a_program_makes_as_it_runs_is_forgotten_again():

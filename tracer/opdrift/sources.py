@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from types import CodeType, FrameType
@@ -32,7 +33,10 @@ _FORWARD_WRAPPER: Final = os.path.join("accelerate", "hooks.py")
 #: So many code objects and lines are known at a time; programs that make code as they run make ever more.
 _MAX_CODES: Final = 65536
 _COMPILED_NAMES: Final = ("<eval_with_key>",)
-_COMPILED_FOLDER: Final = "torchinductor"
+#: Inductor's folder by default, and the path of a file in whichever folder it was given: its key, and two letters of it.
+_COMPILED_PATH: Final = re.compile(
+    r"torchinductor|(?:^|[/\\])([a-z2-7]{2})[/\\]c\1[a-z2-7]{49}\.py$"
+)
 
 
 class CodeEntry:
@@ -43,7 +47,7 @@ class CodeEntry:
     def __init__(self, code: CodeType) -> None:
         self.code = code
         name = code.co_filename
-        self.compiled = name.startswith(_COMPILED_NAMES) or _COMPILED_FOLDER in name
+        self.compiled = name.startswith(_COMPILED_NAMES) or _COMPILED_PATH.search(name) is not None
         self.is_call = code is CALL_IMPL
         #: instruction offset -> source id, for the user's code; None for libraries and generated code
         self.lines: dict[int, int] | None = None if self.compiled or _is_library(name) else {}
