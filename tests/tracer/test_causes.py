@@ -170,6 +170,43 @@ def test_a_parameter_overwritten_during_the_run_names_the_write():
     )
 
 
+def trained(*, steps: int, extra: bool = False, ends: bool = True) -> Trace:
+    """Weights and data drawn within the run, as of a whole program; `ends`: the model lives as long as the recording."""
+    build = Builder()
+    if extra:
+        build.op("randint")
+    w = build.op("uniform_", build.op("empty", shape=(8, 8)), rng=1)
+    x = build.op("randn", shape=(8, 8), rng=2)
+    build.name(w, "fc.weight")
+    for step in range(steps):
+        with build.scope("fc"):
+            y = build.op("mm", x, w)
+            mask = build.op("bernoulli_", build.op("empty_like", y), rng=10 * (1 + extra) + step)
+            y = build.op("mul", y, mask)
+        build.op("sum", y)
+        w = build.op("add_.Tensor", w, build.op("mm", x, y, phase="backward"))
+    if ends:
+        build.name(w, "fc.weight", when="exit")
+    return build.build()
+
+
+def test_a_model_that_one_recording_outlives_is_held_against_its_last_weights():
+    """Which run still has its model at the end is the garbage collector's choice, and no difference."""
+    same = diff(trained(steps=2, ends=False), trained(steps=2))
+    other = diff(trained(steps=2, ends=False), trained(steps=2, extra=True))
+
+    assert (same.verdict, same.origins) == ("identical", ())
+    assert {origin.cause.slug for origin in other.origins} == {"rng"}
+
+
+def test_a_step_of_the_optimizer_is_no_second_draw_of_the_weights():
+    """All that the step computes with was drawn, and it is an update all the same."""
+    causes = diff(trained(steps=2), trained(steps=3)).causes
+
+    assert causes
+    assert not any("drawn at random again" in each.summary for each in causes)
+
+
 def test_buffers_are_told_from_weights():
     """A running mean differs."""
     found = cause(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 import numpy as np
@@ -14,12 +15,14 @@ from opdrift.extracalls import held, kept_of_extra_calls
 from opdrift.flow import steering_ops, unread
 from opdrift.leaves import LeafTable, match_rows
 from opdrift.matches import alike, by_content, by_maker, made
+from opdrift.neighbours import Neighbours
 from opdrift.pairs import DIFFERENT, EQUAL, Compared
 from opdrift.records import Leaf, LeafKind
 from opdrift.regionresults import results_of_regions
 from opdrift.samples import SampleContents
 from opdrift.shards import differently_sharded
 from opdrift.tracefile.columns import Ints
+from opdrift.tracefile.reader import Trace
 
 #: How many writes of a storage are passed over on the way back to one that both runs made.
 _LOOK_BACK: Final = 64
@@ -215,21 +218,40 @@ def _with_entries(
     tables: tuple[LeafTable, LeafTable],
     found: list[Sink],
 ) -> tuple[list[Leaf], list[Leaf]]:
-    """A parameter that only one run changed is held against what it was in the other."""
+    """A parameter that only one run had at its end is held against what it held last in the other.
+
+    It was not changed there, or its module did not live that long.
+    """
     open_: tuple[list[Leaf], list[Leaf]] = ([], [])
+    last = _Last(compared.left.trace), _Last(compared.right.trace)
     for leaf in rest[0]:
         entry = tables[1].by_name.get(leaf.name)
         if entry:
-            found.append(_sink(compared, kind, leaf.name, leaf.value, entry[0].value))
+            found.append(_sink(compared, kind, leaf.name, leaf.value, last[1].of(entry[0].value)))
         else:
             open_[0].append(leaf)
     for leaf in rest[1]:
         entry = tables[0].by_name.get(leaf.name)
         if entry:
-            found.append(_sink(compared, kind, leaf.name, entry[0].value, leaf.value))
+            found.append(_sink(compared, kind, leaf.name, last[0].of(entry[0].value), leaf.value))
         else:
             open_[1].append(leaf)
     return open_
+
+
+class _Last:
+    """What the places of one run's values held last, as far as their contents are known."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+
+    def of(self, value: int) -> int:
+        versions = self._neighbours.versions(value)
+        return int(versions[-1]) if len(versions) else value
+
+    @cached_property
+    def _neighbours(self) -> Neighbours:
+        return Neighbours(self._trace)
 
 
 def _renamed(

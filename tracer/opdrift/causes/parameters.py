@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from typing import Final
 
 from opdrift import components
+from opdrift.case import Side
 from opdrift.causes.evidence import SIDES, Evidence, cause, counted, some, tally
 from opdrift.causes.likeness import Kind
 from opdrift.causes.memory import is_optimised, left_behind, left_behind_words
 from opdrift.causes.relations import Relations, common, moved_words
 from opdrift.compare import Difference, describe, difference, number
 from opdrift.provenance import Provenance
+from opdrift.provenance.ops import COPIES, operator
 from opdrift.records import Cause, Leaf, Sides
 from opdrift.tracefile.fingerprints import Fingerprint
 
@@ -216,7 +218,8 @@ def weights_written(e: Evidence) -> Cause | None:
     name, side, writer = found
     value = (e.origin.values.left, e.origin.values.right)[0 if name == "left" else 1]
     made = side.lineage.of(value) if value is not None else None
-    if is_optimised(e, leaf) and (made is None or made.kind not in _INITIALISED):
+    steps = made is None or made.kind not in _INITIALISED or _updates(side, writer)
+    if steps and is_optimised(e, leaf):
         return None  # a step of the optimizer: what that does more in one run is the cause
     what = {
         "drawn": "drawn at random again",
@@ -237,6 +240,15 @@ def weights_written(e: Evidence) -> Cause | None:
         ],
         "Initialise first, then load the checkpoint, and step the optimizer equally often in both runs.",
     )
+
+
+def _updates(side: Side, writer: int) -> bool:
+    """Whether an op makes the next content of a tensor of the one before and of another tensor, as `add_` does.
+
+    Where data and first weights were drawn in the run, such a content comes of nothing but draws, too.
+    """
+    storages = side.trace.values.storage[side.trace.ops.inputs[writer]]
+    return len(set(storages.tolist())) > 1 and operator(side.name(writer)) not in COPIES
 
 
 def retied(e: Evidence) -> Cause | None:
