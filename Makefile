@@ -7,7 +7,7 @@ PIP = $(BIN)/python -m pip install --quiet
 READY = $(VENV)/.opdrift
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check golden quality bench docs gallery examples
+.PHONY: help install demo test check golden quality bench docs problems gallery examples
 
 help: ## Say what can be done
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,6 +47,9 @@ bench: install ## Measure the overhead of recording, beside torch's DebugMode
 
 docs: install ## Build the documentation as a site, build/docs/index.html; a warning is an error
 	$(BIN)/python -m sphinx -q -W --keep-going -c docs . build/docs
+
+problems: install ## Run the commands of docs/problems anew, and put what they print into the pages
+	$(BIN)/python docs/_update_problems.py
 
 gallery: install ## Write docs/gallery.md anew from ../shared/cases: read its diff as a tired engineer would
 	OMP_NUM_THREADS=1 $(BIN)/python docs/_update_gallery.py

@@ -67,7 +67,7 @@ _INTERNALS: Final = [
     "docs/decisions/README", "CHANGELOG",
 ]  # fmt: skip
 #: Pages whose own folder makes up their table of contents.
-_FOLDERS: Final = ["docs/causes/README", "docs/decisions/README"]
+_FOLDERS: Final = ["docs/problems/README", "docs/causes/README", "docs/decisions/README"]
 
 
 def _guides() -> list[str]:
@@ -88,6 +88,7 @@ def _add_contents(app: Sphinx, page: str, text: list[str]) -> None:
     """Give a page the table of contents that it has on the site only."""
     if page == root_doc:
         text[0] += _contents("Start", _START)
+        text[0] += _contents("Problems", ["docs/problems/README"])
         text[0] += _contents("Guides", _guides())
         text[0] += _contents("Reference", _REFERENCE)
         text[0] += _contents("Internals", _INTERNALS)
