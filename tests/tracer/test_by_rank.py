@@ -179,3 +179,56 @@ def test_a_leaf_without_a_name_is_called_so():
     found = diagnose(left.build(), right.build())
 
     assert headline(found) == "diverged: before the first op: a tensor without a name differs"
+
+
+# ---- parameters that the ranks share out ---------------------------------------------------------------
+
+
+def sharded(*loaded: str) -> dict[int, Trace]:
+    """Each rank holds a part of a parameter, whose content follows from what it loaded, and gathers the whole."""
+    traces = {}
+    for rank, own in enumerate(loaded):
+        build = Builder(rank=rank, world_size=len(loaded))
+        build.leaf("fc.weight", kind="shard", when="gather", shape=(2, 8), content=own)
+        build.mark(
+            "gather", library="torch_fsdp", unit="fc", nth=1, ranks=[0, 1], rank=rank, layout="each",
+            buffer="fc", parameters=[["fc.weight", 0, [4, 8]]], intact=True,
+        )  # fmt: skip
+        w = build.leaf("fc.weight", when="gather", content=f"whole {'+'.join(loaded)}")
+        norm = build.leaf("norm.weight", when="gather", content="ones")
+        with build.scope("fc"):
+            y = build.op("mul", build.op("mm", build.leaf("x", kind="input"), w), norm)
+        # what training makes of it is gathered again
+        build.leaf("norm.weight", when="gather", content=f"trained {'+'.join(loaded)}")
+        build.output(y)
+        traces[rank] = build.build(f"run.trace/rank-{rank:05d}")
+    return traces
+
+
+def test_a_rank_that_loaded_other_weights_originates_and_the_others_gather_them():
+    """The gathered parameter differs on all ranks; the parts that go into it do on one."""
+    diagnosis = compared(sharded("a", "b"), sharded("a", "other"))
+
+    assert diagnosis.left.rank == 1
+    assert firsts(diagnosis) == {
+        0: ("aten.mm.default", "other-rank"),
+        1: ("aten.mm.default", "weights"),
+    }
+    assert diagnosis.notes[-1] == (
+        "rank 1 originates the difference; rank 0 receives it through gather 1 of fc (torch_fsdp)"
+    )
+
+
+def test_of_what_is_gathered_again_only_the_first_counts_as_before_the_first_op():
+    """The norm's weight was equal when the run began."""
+    one = compared(sharded("a", "b"), sharded("a", "other")).first
+
+    assert one is not None
+    assert one.cause.summary.startswith("1 of 2 tensors of the model differs before the first op")
+
+
+def test_ranks_that_all_loaded_other_weights_all_originate():
+    diagnosis = compared(sharded("a", "b"), sharded("c", "d"))
+
+    assert firsts(diagnosis) == dict.fromkeys((0, 1), ("aten.mm.default", "weights"))
+    assert "compared ranks 0 and 1, rank by rank; this is rank 0" in diagnosis.notes

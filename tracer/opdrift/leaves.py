@@ -108,6 +108,19 @@ class LeafTable:
         rows = self._by_storage.get(int(storage[value]))
         return rows[0] if rows else None
 
+    def parts_in(self, value: int) -> set[str]:
+        """Names of the parameters of which this rank's parts lie in the storage of a value."""
+        return self._parts_by_storage.get(int(self._contents.trace.values.storage[value]), set())
+
+    @cached_property
+    def _parts_by_storage(self) -> dict[int, set[str]]:
+        storage = self._contents.trace.values.storage
+        found: dict[int, set[str]] = defaultdict(set)
+        for leaf in self._contents.trace.leaves:
+            if leaf.kind == "shard":
+                found[int(storage[leaf.value])].add(leaf.name)
+        return found
+
     @cached_property
     def _by_storage(self) -> dict[int, list[Leaf]]:
         storage = self._contents.trace.values.storage

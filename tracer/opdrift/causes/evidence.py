@@ -69,6 +69,9 @@ class Shared:
         """How many parameters and buffers both runs have, how many differ, and the names of the others."""
         names: dict[str, bool] = {}
         pairs = [(a, b) for a, b in leaf_pairs(self.case) if a.kind in ("parameter", "buffer")]
+        # what is gathered again is what training made of it
+        first = {a.name: a for a, _ in reversed(pairs)}
+        pairs = [(a, b) for a, b in pairs if a.when != "gather" or a is first[a.name]]
         if not pairs:
             return 0, 0, []
         left = np.array([a.value for a, _ in pairs])

@@ -9,6 +9,7 @@ from opdrift.errors import IncomparableTracesError
 from opdrift.records import Cause, Diagnosis, Divergence
 from opdrift.tracefile.reader import Trace
 from opdrift.world.causes import listed
+from opdrift.world.parts import Gathered
 from opdrift.world.received import Exchanges, Received
 
 _WEIGHT = {"diverged": 0, "rounding": 1, "identical": 2}
@@ -34,7 +35,7 @@ def of_ranks(
     """
     exchanges = Exchanges(left, right)
     told: dict[int, Diagnosis] = {}
-    handed: dict[int, Received] = {}
+    handed: dict[int, Received | Gathered] = {}
     for rank, one in found.items():
         told[rank], first = _attributed(rank, one, exchanges)
         if first is not None:
@@ -68,10 +69,12 @@ def of_one_rank(
 
 def _attributed(
     rank: int, one: Diagnosis, exchanges: Exchanges
-) -> tuple[Diagnosis, Received | None]:
+) -> tuple[Diagnosis, Received | Gathered | None]:
     """A rank's diagnosis, with what it only receives said as such; the first of all if it has nothing of its own."""
-    received = [
-        exchanges.received(rank, origin) if _may_be_handed(origin) else None
+    received: list[Received | Gathered | None] = [
+        exchanges.received(rank, origin)
+        if _may_be_handed(origin)
+        else exchanges.parts.gathered(rank, origin)
         for origin in one.origins
     ]
     if not any(received):
@@ -87,7 +90,7 @@ def _attributed(
     first = material or origins[0]
     causes = tuple(dict.fromkeys([first.cause, *(o.cause for o in origins)]))
     changed = replace(one, origins=origins, first=first, first_bitwise=origins[0], causes=causes)
-    return changed, next(filter(None, received)) if first.cause.slug == SLUG else None
+    return changed, next(got for got in received if got) if first.cause.slug == SLUG else None
 
 
 def _may_be_handed(origin: Divergence) -> bool:
@@ -95,7 +98,9 @@ def _may_be_handed(origin: Divergence) -> bool:
     return origin.kind == "op" or (origin.kind != "leaf" and origin.inputs_match is not True)
 
 
-def _handed_on(origin: Divergence, got: Received) -> Divergence:
+def _handed_on(origin: Divergence, got: Received | Gathered) -> Divergence:
+    if isinstance(got, Gathered):
+        return replace(origin, cause=_in_a_gather(got))
     cause = Cause(
         SLUG,
         "certain",
@@ -109,7 +114,23 @@ def _handed_on(origin: Divergence, got: Received) -> Divergence:
     return replace(origin, cause=cause, inputs_match=False)
 
 
-def _said(told: Mapping[int, Diagnosis], handed: Mapping[int, Received], best: int) -> list[str]:
+def _in_a_gather(got: Gathered) -> Cause:
+    are = "is" if len(got.givers) == 1 else "are"
+    return Cause(
+        SLUG,
+        "certain",
+        f"{got.place} puts together what differs on {listed(got.givers)}",
+        (
+            f"this rank's own parts are equal in both runs; those of {listed(got.givers)} {are} not"
+            f" (after op {got.seq})",
+        ),
+        f"Look at {listed(got.givers)}: diff-trace LEFT RIGHT --rank {got.givers[0]}",
+    )
+
+
+def _said(
+    told: Mapping[int, Diagnosis], handed: Mapping[int, Received | Gathered], best: int
+) -> list[str]:
     ranks = sorted(told)
     if handed:
         origin = [r for r in ranks if told[r].verdict != "identical" and r not in handed]

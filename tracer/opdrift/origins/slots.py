@@ -64,7 +64,7 @@ class SlotJudge:
         if made_by >= 0:
             return self._factory(left, right, made_by, seen)
         if self._writers(states) == (-1, -1):
-            if self._is_reported(states):
+            if self._is_reported(states) or self._is_told_where_gathered(left, right):
                 return None
             found = self._between_leaves(left, right, seen)
             if found is not None:
@@ -140,6 +140,18 @@ class SlotJudge:
         if self._equal(values.left, values.right):
             return None  # other parts of the same leaf
         return self._origin("leaf", "leaf", values.left, values.right, seen, leaf=best)
+
+    def _is_told_where_gathered(self, left: int, right: int) -> bool:
+        """Whether nameless tensors hold parts of parameters, and one of these differs where it is gathered."""
+        leaves = self._case.left.leaves, self._case.right.leaves
+        if any(leaf.name for leaf in (*leaves[0].of(left), *leaves[1].of(right))):
+            return False
+        held = leaves[0].parts_in(left) & leaves[1].parts_in(right)
+        named = leaves[0].by_name, leaves[1].by_name
+        return any(
+            not self._equal(named[0][name][0].value, named[1][name][0].value)
+            for name in held & named[0].keys() & named[1].keys()
+        )
 
     def _both_have_both(self, leaf: Sides[Leaf | None]) -> bool:
         """Whether each run has the other's leaf too, with the same content: they read different ones."""

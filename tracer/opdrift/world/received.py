@@ -15,6 +15,7 @@ from opdrift.records import Divergence, Sides
 from opdrift.tracefile.reader import Trace
 from opdrift.world.collectives import Meeting, World
 from opdrift.world.handed import given
+from opdrift.world.parts import Parts
 
 #: Before a content that arrived late so many views are passed.
 _VIEWS = 8
@@ -46,6 +47,7 @@ class Exchanges:
 
     def __init__(self, left: Mapping[int, Trace], right: Mapping[int, Trace]) -> None:
         self._worlds = Sides(World(left.values()), World(right.values()))
+        self.parts = Parts(left, right)
 
     def received(self, rank: int, origin: Divergence) -> Received | None:
         """The collective that handed a rank what differs at an op, if others gave something else to it."""
