@@ -136,9 +136,12 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def follow(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Callable[[str], dict[str, int]]:
-    """Run a command line, and each command that it prints under "next:"; their exit statuses."""
+    """Run a command line, and each command that it prints under "next:"; their exit statuses.
+
+    What they write, they write into `tmp_path`.
+    """
 
     def run(line: str) -> tuple[int, str]:
         from opdrift.commands import main
@@ -149,6 +152,7 @@ def follow(
 
     def following(line: str) -> dict[str, int]:
         monkeypatch.setenv("COLUMNS", "100")
+        monkeypatch.chdir(tmp_path)
         _, out = run(line)
         after = out.partition("\nnext: ")[2]
         return {each.strip(): run(each.strip())[0] for each in after.splitlines()}

@@ -304,8 +304,9 @@ def _next(
 ) -> None:
     page.line()
     commands = further(diagnosis, shown, options)
-    html = commands[-1].replace(_SIDES, " --format html -o report.html")
-    for number, command in enumerate([*commands, html]):
+    if commands[-1].endswith(_SIDES):  # two runs: there is a page of both
+        commands.append(commands[-1].replace(_SIDES, " --format html -o report.html"))
+    for number, command in enumerate(commands):
         page.command("      " if number else "next: ", command)
 
 
