@@ -199,7 +199,7 @@ def test_ranks_are_processes(tmp_path):
     processes = [
         p.track_descriptor.process for p in found if p.track_descriptor.HasField("process")
     ]
-    assert [(p.pid, p.process_name[:6]) for p in processes] == [(1, "rank 0"), (2, "rank 1")]
+    assert [(p.pid, p.process_name[:6]) for p in processes] == [(1000, "rank 0"), (1001, "rank 1")]
     uuids = [p.track_descriptor.uuid for p in found if p.HasField("track_descriptor")]
     assert len(uuids) == len(set(uuids))
     assert {p.trusted_packet_sequence_id for p in found if p.HasField("track_event")} == {1, 2}

@@ -201,6 +201,19 @@ def test_a_run_without_ops_gives_tables_without_rows(tmp_path):
     }  # fmt: skip
 
 
+def test_a_long_run_takes_few_bytes_an_op(tmp_path):
+    """Names once, numbers as differences, digests as they are."""
+    build = Builder()
+    x = build.leaf("x", kind="input")
+    for _ in range(2_000):
+        x = build.op("relu", x, source=("net.py", 3, "forward"))
+
+    tables(tmp_path / "made", build.build())
+
+    size = sum(path.stat().st_size for path in (tmp_path / "made").iterdir())
+    assert size < 2_000 * 15
+
+
 @pytest.mark.parametrize("table", TABLES)
 def test_every_column_is_explained(table):
     """In docs/export.md, in the part about its table."""

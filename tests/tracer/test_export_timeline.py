@@ -419,9 +419,29 @@ def test_ranks_are_processes_on_one_axis(tmp_path):
     names = {
         e["pid"]: e["args"]["name"] for e in document["traceEvents"] if e["name"] == "process_name"
     }
-    assert names == {1: "rank 0 train", 2: "rank 1 train"}
+    assert names == {1000: "rank 0 train", 1001: "rank 1 train"}
     assert "distributedInfo" not in document
     assert said.startswith("wrote 2 ops of 2 ranks, ")
+
+
+@pytest.mark.parametrize(
+    ("label", "program", "called"),
+    [
+        ("tuesday", ("python", "train.py"), "tuesday"),
+        ("", ("python", "-u", "src/train.py", "--lr", "1"), "train.py"),
+        ("", ("python", "-m", "pack.train"), "pack.train"),
+        ("", ("python",), "python"),
+        ("", (), "run"),
+    ],
+)
+def test_a_process_is_called_as_the_run_or_the_program(label, program, called, tmp_path):
+    traced = trace("relu")
+    traced.header = replace(traced.header, label=label, program=program)
+
+    document, _ = chrome(tmp_path, traced)
+
+    (named,) = (e for e in document["traceEvents"] if e["name"] == "process_name")
+    assert named["args"]["name"] == called
 
 
 def test_a_run_without_ops_is_an_empty_timeline(tmp_path):

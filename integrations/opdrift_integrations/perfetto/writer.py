@@ -43,7 +43,9 @@ class _Writer:
     def __init__(self, file: BinaryIO, drawn: Timeline) -> None:
         self._file = file
         self._drawn = drawn
-        self._uuid = drawn.number << 32
+        # small numbers, which are short in a file that has them in each packet
+        self._sequence = 1 + (drawn.header.rank or 0)
+        self._uuid = self._sequence << 20
         self._names = _Interned("event_names", "name")
         self._categories = _Interned("event_categories", "name")
         self._keys = _Interned("debug_annotation_names", "name")
@@ -56,7 +58,7 @@ class _Writer:
         self._open: dict[int, list[int]] = {}
         self._packet: Any = _PROTOS.TracePacket()
         self._state: bytes = _PROTOS.TracePacket(
-            trusted_packet_sequence_id=drawn.number,
+            trusted_packet_sequence_id=self._sequence,
             sequence_flags=_PROTOS.TracePacket.SEQ_NEEDS_INCREMENTAL_STATE,
         ).SerializeToString()
         self._begins_anew = True
@@ -80,13 +82,11 @@ class _Writer:
         return number
 
     def _describe(self) -> None:
-        """The process and its tracks, and that its times are those of the wall clock."""
-        packet = _PROTOS.TracePacket()
-        for clock in (_PROTOS.BUILTIN_CLOCK_BOOTTIME, _PROTOS.BUILTIN_CLOCK_REALTIME):
-            packet.clock_snapshot.clocks.add(
-                clock_id=clock, timestamp=self._drawn.header.start_unix_ns
-            )
-        self._write(packet)
+        """The process and its tracks.
+
+        There is no snapshot of clocks: times are those of the wall clock, and with one the viewer draws a group of
+        tracks for it and folds ours.
+        """
         packet = _PROTOS.TracePacket()
         descriptor = packet.track_descriptor
         descriptor.uuid = self._uuid
@@ -189,7 +189,7 @@ class _Writer:
         packet = self._packet
         packet.Clear()
         packet.timestamp = event.time
-        packet.trusted_packet_sequence_id = self._drawn.number
+        packet.trusted_packet_sequence_id = self._sequence
         packet.track_event.type = _PROTOS.TrackEvent.TYPE_COUNTER
         packet.track_event.track_uuid = self._uuid + event.track
         packet.track_event.counter_value = event.value
@@ -199,7 +199,7 @@ class _Writer:
 
     def _head(self, packet: Any, track: int, name: str, category: str) -> None:
         self._forget_if_full(packet)
-        packet.trusted_packet_sequence_id = self._drawn.number
+        packet.trusted_packet_sequence_id = self._sequence
         packet.track_event.track_uuid = self._uuid + track
         packet.track_event.name_iid = self._names.of(name, packet)
         packet.track_event.category_iids.append(self._categories.of(category, packet))

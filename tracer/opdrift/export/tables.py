@@ -13,12 +13,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from opdrift.export.kineto import encoded
-from opdrift.export.opslices import argument_value, looked_up, pick_fact
-from opdrift.export.tableschema import COUNTS, IDS, NUMBERS, TABLES, TIME
+from opdrift.export.opslices import LOOKED_UP, argument_value, looked_up, pick_fact
+from opdrift.export.tableschema import COUNTS, IDS, NUMBERS, TABLES, TIME, repeating, rising
 from opdrift.plugins import OP_STATUSES, Export, Process
 from opdrift.records import RAISED
 from opdrift.render.trace_json import flag_words
-from opdrift.render.words import plural
+from opdrift.render.words import count, plural
 from opdrift.steps import Steps
 from opdrift.tfp1 import Code
 from opdrift.tracefile.columns import Ints, Ragged
@@ -31,13 +31,18 @@ Columns = dict[str, Any]
 
 def write_tables(export: Export, folder: Path) -> str:
     """Write all tables of all processes into a folder, and say how much that is."""
-    ops = 0
+    ops, cut = 0, False
     with ExitStack() as stack:
         # names are dictionaries within Parquet; to readers they are plain texts
         files = {
             name: stack.enter_context(
                 pq.ParquetWriter(
-                    folder / f"{name}.parquet", schema, compression="zstd", store_schema=False
+                    folder / f"{name}.parquet",
+                    schema,
+                    compression="zstd",
+                    store_schema=False,
+                    use_dictionary=repeating(schema),
+                    column_encoding=rising(schema),
                 )
             )
             for name, schema in TABLES.items()
@@ -51,9 +56,11 @@ def write_tables(export: Export, folder: Path) -> str:
                     share = made.written / max(len(process.ops), 1)
                     export.progress(int(1000 * (number + share)), 1000 * total)
             ops += len(process.ops)
+            cut |= len(process.ops) > LOOKED_UP
     size = sum(path.stat().st_size for path in folder.iterdir())
     ranks = f" of {total} ranks" if total > 1 else ""
-    return f"wrote {plural(ops, 'op')}{ranks} into {plural(len(TABLES), 'table')}, {size / 1e6:,.1f} MB"
+    kernels = f" (kernels of the first {count(LOOKED_UP)})" if cut else ""
+    return f"wrote {plural(ops, 'op')}{ranks}{kernels} into {plural(len(TABLES), 'table')}, {size / 1e6:,.1f} MB"
 
 
 def _table(name: str, columns: Columns, rank: int) -> pa.Table:

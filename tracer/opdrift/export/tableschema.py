@@ -123,3 +123,25 @@ TABLES: Final[Mapping[str, pa.Schema]] = {
         ]
     ),
 }
+
+#: Lists of values, and what differs in nearly every row.
+_VALUES: Final = ("inputs", "outputs")
+_UNIQUE: Final = ("digest", "rng")
+
+
+def repeating(schema: pa.Schema) -> list[str]:
+    """Columns of few different texts or layouts: a dictionary makes them small."""
+    return [
+        f"{field.name}.list.element" if field.type == IDS else field.name
+        for field in schema
+        if field.type in (pa.string(), IDS) and field.name not in (*_VALUES, *_UNIQUE)
+    ]
+
+
+def rising(schema: pa.Schema) -> dict[str, str]:
+    """Columns of numbers that hardly change from row to row: written as differences, they take a quarter."""
+    return {
+        f"{field.name}.list.element" if field.type == IDS else field.name: "DELTA_BINARY_PACKED"
+        for field in schema
+        if field.name in _VALUES or pa.types.is_integer(field.type) or field.type == TIME
+    }

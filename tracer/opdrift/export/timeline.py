@@ -27,6 +27,8 @@ _ROWS: Final[dict[Row, str]] = {
     "compilations": "compilations",
     "others": "marks",
 }
+#: The number of rank 0: viewers write it behind the name, where "rank 1 train 2" would be read as another rank.
+_FIRST: Final = 1000
 
 
 def timeline(process: Process, dialect: Dialect) -> Timeline:
@@ -103,7 +105,7 @@ class _Drawing:
         expected = len(self._process.ops) + len(found) + sum(len(curve.times) for curve in curves)
         return Timeline(
             header,
-            (header.rank or 0) + 1,
+            _FIRST + (header.rank or 0),
             _title(header),
             self._tracks,
             (event for part in parts for event in part),
@@ -185,5 +187,7 @@ def _of_thread(thread: _Thread, threads: int) -> str:
 def _title(header: Header) -> str:
     """The rank, and what the run was called or what ran."""
     words = [] if header.rank is None else [f"rank {header.rank}"]
-    called = header.label or (header.program[0].rpartition("/")[2] if header.program else "")
+    # the interpreter is the first word of a command line, its options follow
+    said = [word for word in header.program[1:] if not word.startswith("-")] or header.program[:1]
+    called = header.label or (said[0].replace("\\", "/").rpartition("/")[2] if said else "")
     return name(" ".join([*words, called])) or "run"

@@ -92,7 +92,7 @@ class Timeline:
 
     Attributes:
         header: Of its trace.
-        number: Of the process, from 1: its rank plus 1.
+        number: Of the process among those of the run; not 0.
         name: As it is shown.
         tracks: From top to bottom.
         events: Track by track; to be gone through once.
