@@ -58,9 +58,10 @@ copybutton_prompt_text = "$ "
 
 # ---- tables of contents --------------------------------------------------------------------------------
 
-_START: Final = ["Overview <self>", "examples/README"]
+_START: Final = ["Overview <self>", "docs/use", "examples/README"]
 _REFERENCE: Final = [
     "docs/api", "docs/messages", "docs/causes/README", "docs/html-report", "docs/trace-format",
+    "docs/otel-attributes",
 ]  # fmt: skip
 _INTERNALS: Final = [
     "ARCHITECTURE", "CONTRIBUTING", "docs/tricky-cases", "docs/fingerprint", "docs/quality",
@@ -75,7 +76,7 @@ def _guides() -> list[str]:
     first = ["docs/sharding", "docs/checkpoints", "docs/compile", "docs/kernels"]
     last = ["docs/testing", "docs/gallery"]
     pages = sorted(f"docs/{path.stem}" for path in (ROOT / "docs").glob("*.md"))
-    taken = {*first, *last, *_REFERENCE, *_INTERNALS}
+    taken = {*first, *last, *_START, *_REFERENCE, *_INTERNALS}
     return [*first, *(page for page in pages if page not in taken), *last]
 
 

@@ -199,7 +199,11 @@ def test_a_site_that_asks_other_hosts_for_something_is_refused(
 
 def test_a_new_page_is_a_guide_by_itself(site_settings: ModuleType):
     """Whoever adds a page need not know the settings of the site."""
-    listed = {page for name in ("_REFERENCE", "_INTERNALS") for page in vars(site_settings)[name]}
+    listed = {
+        page
+        for name in ("_START", "_REFERENCE", "_INTERNALS")
+        for page in vars(site_settings)[name]
+    }
 
     assert {f"docs/{path.stem}" for path in DOCS.glob("*.md")} - listed == set(
         site_settings._guides()
