@@ -22,6 +22,7 @@ from opdrift.testing import Builder, export, trace
 from opdrift_integrations.otlp import OtlpExporter
 from opdrift_integrations.otlp import settings as read_settings
 from opdrift_integrations.otlp.delivery import BATCH, Answer, Delivery
+from opdrift_integrations.otlp.http import HttpChannel
 
 
 @pytest.fixture(autouse=True)
@@ -228,6 +229,29 @@ def test_a_receiver_that_dies_in_the_middle_is_told_with_what_it_got():
     taken = len(there.spans)
     assert str(error.value).startswith(
         f"sent {taken} spans, refused 0, did not send the other {601 - taken}: "
+    )
+
+
+def test_an_interrupted_export_says_what_was_sent(recorded, monkeypatch, capsys):
+    """Ctrl-C at the second request; the status is that of an interrupt."""
+    monkeypatch.setattr("opdrift_integrations.otlp.delivery._MOST", 100)
+    requests = []
+
+    def interrupt(request):
+        requests.append(request)
+        if len(requests) == 2:
+            raise KeyboardInterrupt
+        return request
+
+    sent = HttpChannel.send
+    monkeypatch.setattr(HttpChannel, "send", lambda self, body: sent(self, interrupt(body)))
+    with receiver(lambda *_: OK) as there:
+        arguments = ["--level", "all", "--endpoint", there.url]
+        assert command(["export", "otlp", str(recorded / "base.trace"), *arguments]) == 130
+
+    assert len(there.spans) == 100
+    assert capsys.readouterr().err == (
+        "opdrift: interrupted: sent 100 spans, refused 0, did not send the other 28\n"
     )
 
 

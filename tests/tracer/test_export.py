@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from opdrift.commands import export as command
+from opdrift import plugins
 from opdrift.commands.main import opdrift
 from opdrift.errors import ExportError, InvalidOptionError
 from opdrift.export.output import whole
@@ -100,7 +100,7 @@ def traces(recorded, tmp_path, monkeypatch):
         "missing": Point(lambda: Missing),
         "broken": Point(_broken),
     }
-    monkeypatch.setattr(command, "installed_exporters", lambda: points)
+    monkeypatch.setattr(plugins, "installed_exporters", lambda: points)
     return tmp_path
 
 
@@ -341,9 +341,9 @@ def test_an_export_can_go_to_stdout(traces, python):
             import sys
             sys.path.insert(0, sys.argv.pop())
             import test_export
-            from opdrift.commands import export
+            from opdrift import plugins
             from opdrift.commands.main import opdrift
-            export.installed_exporters = lambda: {"lines": test_export.Point(lambda: test_export.Lines)}
+            plugins.installed_exporters = lambda: {"lines": test_export.Point(lambda: test_export.Lines)}
             sys.exit(opdrift(["export", "lines", "base.trace", "-o", "/dev/stdout"]))
         """), str(Path(__file__).parent)],
         capture_output=True, text=True, check=True, timeout=60,

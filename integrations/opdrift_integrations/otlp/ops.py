@@ -21,6 +21,8 @@ from opdrift_integrations.otlp.tree import Tree
 _CHUNK: Final = 4096
 #: Ops whose kernels are looked up: that takes longer than the rest of a span.
 _LOOKED_UP: Final = 20_000
+#: Sets of attributes that are kept, a kilobyte each: a run whose shapes grow has as many as ops.
+_REMEMBERED: Final = 20_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +139,8 @@ class OpSpans:
             made |= attributes.op_flags(flags)
             if status >= 0:
                 made |= attributes.status(status)
+            if len(self._known) >= _REMEMBERED:
+                self._known.clear()
             found = self._known[key] = self._encoder.attributes(made)
         return found
 

@@ -51,11 +51,14 @@ def deliver(export: Export, chosen: Settings) -> str:
             before = tally.sent + tally.refused
             try:
                 delivery.send(_counted(spans, export), spans.request)
-            except ExportError as error:
+            except (ExportError, KeyboardInterrupt) as error:
                 left = len(spans) - (tally.sent + tally.refused - before)
-                raise ExportError(
-                    _broken_off(tally, left, len(export.processes) - number, error)
-                ) from None
+                said = _broken_off(tally, left, len(export.processes) - number)
+                if isinstance(error, ExportError):
+                    raise ExportError(f"{said}: {error}") from None
+                if export.output is None:
+                    export.warn(f"interrupted: {said}")
+                raise
     if tally.refused:
         said = "; ".join(tally.reasons) or "it did not say why"
         raise ExportError(f"{_said(tally)} by {chosen.endpoint}: {said}")
@@ -72,11 +75,11 @@ def _said(tally: Tally) -> str:
     return f"sent {_spans(tally.sent)}, refused {tally.refused:,}"
 
 
-def _broken_off(tally: Tally, left: int, ranks: int, error: ExportError) -> str:
+def _broken_off(tally: Tally, left: int, ranks: int) -> str:
     more = f" and those of {ranks} more rank" + "s" * (ranks != 1) if ranks else ""
     if tally.sent or tally.refused:
-        return f"{_said(tally)}, did not send the other {left:,}{more}: {error}"
-    return f"sent none of {_spans(left)}{more}: {error}"
+        return f"{_said(tally)}, did not send the other {left:,}{more}"
+    return f"sent none of {_spans(left)}{more}"
 
 
 def _counted(spans: Spans, export: Export) -> Iterator[bytes]:

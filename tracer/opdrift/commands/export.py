@@ -11,14 +11,16 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from opdrift.commands.console import complain, emit
 from opdrift.commands.exit_codes import ExitCode
 from opdrift.commands.options import name_pair, natural, span
 from opdrift.commands.progress import Progress
 from opdrift.errors import ExportError
-from opdrift.plugins import Export, Exporter, installed_exporters
+
+if TYPE_CHECKING:
+    from opdrift.plugins import Exporter
 
 EPILOG: Final = """\
 exit status: 0; 2 if the trace could not be exported, or not all of it."""
@@ -26,6 +28,8 @@ exit status: 0; 2 if the trace could not be exported, or not all of it."""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare a sub-command for each installed exporter."""
+    from opdrift.plugins import installed_exporters
+
     parsers = parser.add_subparsers(
         title="formats", metavar="FORMAT", required=True, dest="exporter_name"
     )
@@ -95,6 +99,7 @@ def run(options: argparse.Namespace) -> int:
     target = _target(exporter, options)
 
     from opdrift.export.processes import Processes, Selection
+    from opdrift.plugins import Export
 
     selection = Selection(options.rank, options.scope, options.steps)
     with Progress(f"exporting {options.trace.name}") as progress:
@@ -118,6 +123,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _loaded(name: str) -> Exporter | Exception:
     """An exporter, or why it cannot be loaded: one that is broken is no reason to fail for the others."""
+    from opdrift.plugins import installed_exporters
+
     try:
         made: Exporter = installed_exporters()[name].load()()
     except Exception as error:  # whatever a package that is not ours raises
