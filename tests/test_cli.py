@@ -458,15 +458,22 @@ def test_a_leaf_whose_name_is_a_pattern_is_named_such_that_it_is_found(
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], *([command, "--help"] for command in ("run", "show", "export", "env", "diff"))],
+    [
+        ["--help"],
+        *([command, "--help"] for command in ("run", "show", "export", "env", "diff")),
+        *(["export", name, "--help"] for name in ("chrome", "otlp", "parquet", "perfetto")),
+    ],
+    ids=" ".join,
 )
-def test_help_of_every_command(arguments, capsys):
-    """Every command explains itself."""
+def test_help_of_every_command(arguments, capsys, monkeypatch):
+    """Every command explains itself, also where a line holds 80 characters."""
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as stop:
         opdrift(arguments)
     out, _ = said(capsys)
     assert stop.value.code == 0
     assert out.startswith("usage: opdrift")
+    assert [line for line in out.splitlines() if len(line) > 80] == []
 
 
 # ---- opdrift show --------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from opdrift.commands.console import complain, emit
 from opdrift.commands.exit_codes import ExitCode
-from opdrift.commands.options import name_pair, natural, span
+from opdrift.commands.options import Paragraphs, name_pair, natural, span
 from opdrift.commands.progress import Progress
 from opdrift.errors import ExportError
 
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             help=(summary[:1].lower() + summary[1:]).replace("%", "%%"),
             description=inspect.cleandoc(said).replace("%", "%%"),
             epilog=EPILOG,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=Paragraphs,
         )
         _add_shared(below)
         exporter.add_arguments(below)

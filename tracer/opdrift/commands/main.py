@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 
 from opdrift.commands.console import complain, open_streams
 from opdrift.commands.exit_codes import ExitCode
-from opdrift.commands.options import Version
+from opdrift.commands.options import Paragraphs, Version
 from opdrift.errors import OpdriftError
 
 #: An exit status; or what runs a program of the user's, whose exceptions are not ours to catch, and returns one.
@@ -86,7 +86,7 @@ def _dispatch(given: Sequence[str]) -> Outcome:
 def _configured(parser: argparse.ArgumentParser, command: Command) -> argparse.ArgumentParser:
     parser.description = command.__doc__
     parser.epilog = command.EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.formatter_class = Paragraphs
     command.add_arguments(parser)
     return parser
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,25 @@ class Version(argparse.Action):
 
         emit(f"{parser.prog} {opdrift.__version__}\n")
         parser.exit()
+
+
+class Paragraphs(argparse.HelpFormatter):
+    """Help as wide as the terminal; what a description or epilog indents stays as it is."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        made: list[str] = []
+        flowing = False
+        for line in text.splitlines():
+            flows = bool(line) and not line.startswith(" ")
+            if flows and flowing:
+                made[-1] += f" {line}"
+            else:
+                made.append(line)
+            flowing = flows
+        return "\n".join(
+            line if line.startswith(" ") or not line else textwrap.fill(line, width)
+            for line in made
+        )
 
 
 def sample_pair(text: str) -> tuple[int, int]:
