@@ -51,12 +51,14 @@ def outputs(page: Path) -> list[tuple[str, str]]:
 
 
 def test_there_is_a_page_for_each_problem():
-    """Ten pages, each with programs, and a row in the table."""
+    """Ten pages, each with programs, and a row in the tables."""
     table = (FOLDER / "README.md").read_text(encoding="utf-8")
+    first = (ROOT / "README.md").read_text(encoding="utf-8")
 
     assert [page.stem for page in PAGES] == sorted(ANSWERS)
     assert [p.stem for p in PAGES if not list((FOLDER / p.stem).glob("*.py"))] == []
     assert [p.stem for p in PAGES if f"({p.name})" not in table] == []
+    assert [p.stem for p in PAGES if f"(docs/problems/{p.name})" not in first] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
