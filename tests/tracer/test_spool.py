@@ -26,7 +26,7 @@ class FakeWriter:
 
     def __init__(self) -> None:
         self.tables: list[str] = []
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self.footer: Any = "none yet"
 
     def append(self, table: str, columns: Any) -> None:
@@ -67,6 +67,24 @@ def test_a_thread_has_buffers_of_its_own(spool: Spool):
 
     assert found[0] is not spool.thread()
     assert {found[0].index, spool.thread().index} == {0, 1}
+
+
+def test_an_interrupt_in_the_middle_of_a_flush_ends_the_trace_there(
+    spool: Spool, writer: FakeWriter, caplog: pytest.LogCaptureFixture
+):
+    """The program gets its Ctrl-C; what was taken and not written is never missing from a trace that calls itself whole."""
+    t = spool.thread()
+    spool.name("op", 1, "{}")
+    writer.error = KeyboardInterrupt()
+
+    with pytest.raises(KeyboardInterrupt):
+        spool.flush(t)
+    writer.error = None
+    spool.flush(t)
+    spool.close({"ops": 0})
+
+    assert (writer.tables, writer.footer) == ([], None)
+    assert "was interrupted while it wrote" in caplog.text
 
 
 def test_a_flush_writes_names_before_leaves_and_marks(spool: Spool, writer: FakeWriter):

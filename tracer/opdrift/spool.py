@@ -158,6 +158,10 @@ class Spool:
                 self._failed("writing", error)
                 if reset:
                     t.discard()
+            except BaseException:
+                # Ctrl-C: what is written by half must not be taken for whole, and rows that were taken are gone
+                self._interrupted()
+                raise
             self.after_flush()
 
     def finish(self) -> None:
@@ -206,6 +210,14 @@ class Spool:
             "opdrift stopped recording %s: %s. The run goes on; the trace holds what was written before and reads as incomplete.",
             self._writer.folder,
             getattr(error, "strerror", None) or error,
+        )
+
+    def _interrupted(self) -> None:
+        self._stop_writing()
+        log.warning(
+            "opdrift was interrupted while it wrote to %s, and stopped recording. The trace holds what was written before and"
+            " reads as incomplete.",
+            self._writer.folder,
         )
 
     def _stop_writing(self) -> None:

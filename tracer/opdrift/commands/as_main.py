@@ -8,10 +8,14 @@ import os
 import pkgutil
 import runpy
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.machinery import SourceFileLoader
 from types import CodeType, ModuleType, TracebackType
+from typing import Final
+
+#: Where the files of opdrift lie.
+_OURS: Final = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 
 
 @contextmanager
@@ -69,21 +73,19 @@ def code_of(script: str) -> CodeType:
         return compile(file.read(), path, "exec", dont_inherit=True)
 
 
-def program_frames(
-    trace: TracebackType | None, ours: Collection[CodeType] = ()
-) -> TracebackType | None:
-    """A traceback from the program's first frame on, without frames of `ours`; all of it if the program has none."""
-    frames = []
-    start = 0
+def program_frames(trace: TracebackType | None) -> TracebackType | None:
+    """A traceback from the program's first frame on, without ours; all of it if the program has none."""
+    frames: list[TracebackType] = []
     here = trace
     while here is not None:
         frames.append(here)
         if here.tb_frame.f_code is execute.__code__:
-            start = len(frames)
+            frames.clear()
         here = here.tb_next
     found = None
-    for frame in reversed(frames[start:]):
-        if frame.tb_frame.f_code not in ours:
+    for frame in reversed(frames):
+        # ours are there too where an op failed that was being recorded, or the import of torch
+        if not frame.tb_frame.f_code.co_filename.startswith(_OURS):
             found = TracebackType(found, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
     return found or trace
 

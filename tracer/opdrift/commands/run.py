@@ -18,7 +18,7 @@ from typing import Final
 from opdrift.commands.as_main import become, execute, program_frames, searching_as
 from opdrift.commands.program import check
 from opdrift.commands.recording import Recording
-from opdrift.commands.torch_import import OUR_FRAMES, when_imported
+from opdrift.commands.torch_import import when_imported
 from opdrift.errors import InvalidOptionError
 from opdrift.plugins import check_integrations
 from opdrift.tracefile.claiming import announced_rank, claim
@@ -126,7 +126,7 @@ def _show(
     trace: TracebackType | None,
 ) -> None:
     """Show an exception as the program's own hook does, without our frames."""
-    trace = program_frames(trace, OUR_FRAMES)
+    trace = program_frames(trace)
     sys.last_traceback = trace
     hook(kind, error.with_traceback(trace), trace)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any, Final
 
 _TORCH: Final = "torch"
@@ -76,7 +76,3 @@ class _Loader(Loader):
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
         self._then()
-
-
-#: What stands in a traceback where the import of torch fails.
-OUR_FRAMES: Final[frozenset[CodeType]] = frozenset({_Loader.exec_module.__code__})
