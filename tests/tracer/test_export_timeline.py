@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +22,7 @@ from opdrift.export.livebytes import item_bytes, live_bytes
 from opdrift.export.processes import Processes, Selection
 from opdrift.export.timeline import timeline
 from opdrift.export.tracks import Instant, Level, Slice, in_order, lanes
+from opdrift.plugins import Export
 from opdrift.testing import Builder, export, trace
 
 HOSTILE = "</script>\n<b>[red]\u202e\N{PILE OF POO}\ud800" + "x" * 10_000
@@ -385,25 +389,43 @@ def test_hostile_names_stay_in_the_document(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a.json", "a.json.gz"])
-def test_a_file_called_gz_is_compressed_and_equal_each_time(tmp_path, name, monkeypatch):
-    """By the name that was asked for, not that of the file that is being written."""
-
-    class Options:
-        output = Path(name)
-
-    paths = [tmp_path / "one", tmp_path / "two"]
+def test_a_file_called_gz_is_compressed_and_equal_each_time(tmp_path, name):
+    """Nothing of the moment or the folder is in it."""
+    paths = [tmp_path / folder / name for folder in ("one", "two")]
     for path in paths:
-        (process,) = Processes([trace("mm relu")], Selection(), warn=pytest.fail)
-        from opdrift.plugins import Export
-
-        ChromeExporter().export(
-            Export([process], Options(), path, lambda done, total: None, pytest.fail)
-        )
+        path.parent.mkdir()
+        export(ChromeExporter(), trace("mm relu"), output=path)
 
     one, two = (path.read_bytes() for path in paths)
     assert one == two
     assert (one[:2] == b"\x1f\x8b") == name.endswith(".gz")
     json.loads(gzip.decompress(one) if name.endswith(".gz") else one)
+
+
+def test_the_name_that_was_asked_for_decides(tmp_path):
+    """Not that of the file that is being written, which takes its place when it is whole."""
+    (process,) = Processes([trace("mm relu")], Selection(), warn=pytest.fail)
+    asked = Export([process], Namespace(output=Path("a.json.gz")), tmp_path / ".a.json.gz.7.partial", print, pytest.fail)  # fmt: skip
+
+    ChromeExporter().export(asked)
+
+    assert (tmp_path / ".a.json.gz.7.partial").read_bytes()[:2] == b"\x1f\x8b"
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
+def test_a_pipe_takes_what_a_file_takes(tmp_path):
+    """As with `-o /dev/stdout`: nothing is asked for that a pipe has not."""
+    pipe, file = tmp_path / "pipe" / "made", tmp_path / "file" / "made"
+    for path in (pipe, file):
+        path.parent.mkdir()
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor() as pool:
+        read = pool.submit(pipe.read_bytes)
+        said = export(ChromeExporter(), trace("mm relu"), output=pipe)
+        piped = read.result(timeout=60)
+
+    assert export(ChromeExporter(), trace("mm relu"), output=file) == said
+    assert file.read_bytes() == piped
 
 
 def test_ranks_are_processes_on_one_axis(tmp_path):

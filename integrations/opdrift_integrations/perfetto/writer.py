@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 from perfetto.protos.perfetto.trace import perfetto_trace_pb2
 
+from opdrift.export.output import Counted
 from opdrift.export.tracks import Facts, Instant, Items, Level, Slice, Timeline, Value
 
 #: The generated classes, which have no annotations.
@@ -26,7 +27,7 @@ _NAME_IID, _INT_VALUE, _STRING_VALUE = b"\x08", b"\x20", b"\x32"
 _INT64: Final = range(-(1 << 63), 1 << 63)
 
 
-def write(file: BinaryIO, drawn: Timeline, progress: Callable[[float], None]) -> int:
+def write(file: Counted, drawn: Timeline, progress: Callable[[float], None]) -> int:
     """Write one process, and return how many slices, instants and levels of counters that is.
 
     Args:
@@ -40,7 +41,7 @@ def write(file: BinaryIO, drawn: Timeline, progress: Callable[[float], None]) ->
 class _Writer:
     """Writes one process."""
 
-    def __init__(self, file: BinaryIO, drawn: Timeline) -> None:
+    def __init__(self, file: Counted, drawn: Timeline) -> None:
         self._file = file
         self._drawn = drawn
         # small numbers, which are short in a file that has them in each packet

@@ -35,13 +35,15 @@ class ChromeExporter:
         """Write it."""
         # here, because the class is loaded for every `opdrift export --help`
         from opdrift.export.kineto import Document  # noqa: PLC0415
+        from opdrift.export.output import Counted  # noqa: PLC0415
 
         assert export.output is not None
         named = Path(getattr(export.options, "output", None) or f"x{self.suffix(export.options)}")
-        with export.output.open("wb") as file:
+        with export.output.open("wb") as opened:
+            file = Counted(opened)
             if named.suffix != ".gz":
                 said = Document(file, named.name).write(export)
             else:  # no name and no time in it: equal traces give equal files
                 with gzip.GzipFile("", "wb", _LEVEL, file, mtime=0) as packed:
                     said = Document(packed, named.name).write(export)
-            return f"{said}, {file.tell() / 1e6:,.1f} MB; open it at ui.perfetto.dev"
+            return f"{said}, {file.written / 1e6:,.1f} MB; open it at ui.perfetto.dev"

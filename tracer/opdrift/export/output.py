@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal
 
 from opdrift.errors import ExportError
 
@@ -44,6 +44,28 @@ def whole(
         raise ExportError(
             f"{target} cannot be written ({error.strerror or error}); nothing of it was left. Give another path with -o."
         ) from None
+
+
+class Counted:
+    """A file that is written to, and how many bytes that were: a pipe cannot tell.
+
+    Attributes:
+        written: Bytes so far.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.written = 0
+
+    def write(self, data: bytes, /) -> int:
+        """Write all of it."""
+        self._file.write(data)
+        self.written += len(data)
+        return len(data)
+
+    def flush(self) -> None:
+        """Hand on what was written."""
+        self._file.flush()
 
 
 def _check(target: Path, kind: str, suffix: str, replace: bool) -> None:
