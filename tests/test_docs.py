@@ -63,6 +63,29 @@ def test_every_error_has_a_row_with_meaning_and_remedy():
     assert set(first_cells(section(DOCS / "messages.md", "Errors"))) == known - {"OpdriftError"}
 
 
+def warnings_in_code() -> set[str]:
+    """The first words of what the recorder and the integrations warn of, up to what is filled in."""
+    found = set()
+    for folder in ("tracer/opdrift", "integrations/opdrift_integrations"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if (
+                    isinstance(node, ast.Call)
+                    and isinstance(node.func, ast.Attribute)
+                    and node.func.attr == "warning"
+                    and isinstance(node.args[0], ast.Constant)
+                ):
+                    found.add(re.split(r" ?%|:", node.args[0].value)[0])
+    return found
+
+
+def test_every_warning_has_a_row():
+    told = first_cells(section(DOCS / "messages.md", "Warnings of the recorder"))
+
+    assert len(warnings_in_code()) > 8
+    assert [w for w in warnings_in_code() if not any(row.startswith(w) for row in told)] == []
+
+
 def slugs_in_code() -> set[str]:
     """The slugs that anything in opdrift gives a Cause."""
     found = set()
