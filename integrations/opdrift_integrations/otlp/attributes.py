@@ -216,9 +216,11 @@ def mark(found: Mark) -> Made:
 
 def verdict(comparison: Comparison, baseline: str) -> Made:
     """Of the run's span, compared with another run."""
-    left = comparison.diagnosis.left
+    diagnosis, left = comparison.diagnosis, comparison.diagnosis.left
+    first = diagnosis.first or diagnosis.first_bitwise
     return {
-        "torch.diff.verdict": comparison.diagnosis.verdict,
+        "torch.diff.verdict": diagnosis.verdict,
+        **({} if first is None else {"torch.diff.summary": first.cause.summary}),
         "torch.diff.baseline.trace_id": baseline,
         "torch.diff.baseline.run_id": left.run_id,
         "torch.diff.baseline.path": left.path,

@@ -108,12 +108,13 @@ class Spans:
 
     def _run(self) -> bytes:
         tree, footer, comparison = self._tree, self._trace.footer, self._process.comparison
-        said = attributes.run(self._trace)
+        said: attributes.Made = {}
         error: str | None = None
         events, dropped = self._events()
-        if comparison is not None:
+        if comparison is not None:  # first what was asked: viewers keep the order
             said |= attributes.verdict(comparison, trace_id(comparison.baseline.header).hex())
             said |= attributes.differing(int(tree.differing[0]))
+        said |= attributes.run(self._trace)
         if self._first is not None:
             error = self._first.error
             if self._first.kind == Kind.RUN:
