@@ -317,6 +317,17 @@ def test_a_rank_that_only_one_run_has(traces, capsys):
     assert "only the left trace has rank 1" in said(capsys)[0]
 
 
+def test_a_rank_whose_folder_is_empty(traces, capsys):
+    """It never came to `record`, or its folder was not copied whole."""
+    with_header("base.trace", "run.trace/rank-00000", rank=0, world_size=2)
+    Path("run.trace/rank-00001").mkdir()
+
+    assert diff_trace(["run.trace", "--across-ranks"]) == 2
+    out, err = said(capsys)
+    assert (out, err.count("\n")) == ("", 1)
+    assert "holds the trace of rank 0 alone, of 2; rank-00001 holds no trace. Record all" in err
+
+
 def test_no_rank_in_both(traces, capsys):
     """Each run recorded another rank."""
     for name, rank in (("first.trace", 0), ("second.trace", 1)):

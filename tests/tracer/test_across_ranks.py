@@ -155,6 +155,35 @@ def test_a_rank_without_a_trace_is_named():
     assert checked(rank(), rank(), size=3).notes == ("rank 2 of 3 left no trace here",)
 
 
+def test_the_trace_of_another_run_is_refused():
+    builders = [Builder(rank=rank, launch=f"launch {rank}") for rank in (0, 1)]
+    for build in builders:
+        rank()(build)
+
+    with pytest.raises(
+        IncomparableTracesError, match="ranks 0 and 1 are not of one run: they were launched apart"
+    ):
+        diagnose_world([build.build() for build in builders])
+
+
+def test_ranks_with_other_models_are_said():
+    """The stages of a pipeline, or a mistake: what both hold alike is compared."""
+
+    def body(build: Builder) -> None:
+        number = build.build().header.rank or 0
+        build.leaf("shared.weight", content=vector("shared"))
+        build.leaf("head.weight", shape=(4, 8 + number))
+        build.leaf(f"stage{number}.weight")
+
+    diagnosis = checked(body, body)
+
+    assert diagnosis.verdict == "identical"
+    assert diagnosis.notes == (
+        "rank 1's model is another one than rank 0's: stage0.weight only on rank 0; stage1.weight only on rank 1;"
+        " head.weight of another shape or type: these are not compared",
+    )
+
+
 def test_the_reports_say_the_same():
     """JSON names the ranks of each side; Markdown has the same card."""
     diagnosis = checked(rank(), rank(weight="other"), rank())

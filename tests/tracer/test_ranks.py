@@ -392,6 +392,7 @@ def test_the_launcher_s_ranks_have_a_folder_each(launched: Path):
 
     assert [folder.name for folder in folders.values()] == ["rank-00000", "rank-00001"]
     assert [(t.header.rank, t.header.world_size, t.complete) for t in traces] == [(0, 2, True), (1, 2, True)]  # fmt: skip
+    assert traces[0].header.launch == traces[1].header.launch is not None
     assert found_in(launched / "right.trace") == []
 
 

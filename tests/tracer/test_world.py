@@ -328,6 +328,38 @@ def test_a_rank_that_raised_after_it_went_on_from_a_collective_did_not_wait_in_i
     assert [end.rank for end in first_ends(World(traces))] == [0, 1]
 
 
+@pytest.mark.parametrize(
+    ("header", "why"),
+    [
+        (
+            {"launch": "other"},
+            "they were launched apart, the one began at 2026-01-01 00:00:00, the other at",
+        ),
+        ({"world_size": 4}, "the one had 2 ranks, the other 4"),
+    ],
+)
+def test_a_rank_s_trace_of_another_run_is_told_and_compared_with_nothing(
+    header: dict[str, Any], why: str
+):
+    """Rank 1 did not record this time, and its folder is of the run before: what differs means nothing."""
+    left, right = Builder(rank=0, launch="this"), Builder(rank=1, **{"launch": "this"} | header)
+    trained()(left)
+    trained(weight="other")(right)
+
+    (found,) = findings([left.build(), right.build()])
+
+    assert (found.kind, found.cause.slug, found.rank) == ("other-run", "other-run", 1)
+    assert found.cause.summary.startswith(f"ranks 0 and 1 are not of one run: {why}")
+
+
+def test_ranks_of_which_one_does_not_know_its_launch_may_be_of_one_run():
+    left, right = Builder(rank=0, launch="this"), Builder(rank=1)
+    for build in (left, right):
+        trained(result="sum")(build)
+
+    assert [f for f in findings([left.build(), right.build()]) if f.kind == "other-run"] == []
+
+
 # ---- messages between two ranks ------------------------------------------------------------------------
 
 SEND: dict[str, Any] = {"op": "c10d.send.default", "what": "send", "peer": 1, "tag": 0, "got": None}

@@ -21,7 +21,8 @@ from opdrift.tracefile.columns import Ints
 from opdrift.tracefile.fingerprints import Fingerprint
 from opdrift.tracefile.reader import Trace
 from opdrift.world.collectives import World
-from opdrift.world.findings import without_handed, world_findings
+from opdrift.world.findings import another_run, without_handed, world_findings
+from opdrift.world.one_run import of_another_run
 
 #: A chain of views is followed this often; each round doubles the length that is covered.
 _VIEW_ROUNDS: Final = 6
@@ -31,11 +32,19 @@ def findings(traces: Iterable[Trace]) -> tuple[Finding, ...]:
     """Everything that is wrong within each of the traces (one a rank), and between the ranks."""
     ranks = list(traces)
     world = World(ranks)
+    mixed = of_another_run(ranks)
+    if mixed is not None:  # nothing between them means anything
+        own = [each for trace in ranks for each in _of_one(trace)]
+        return _sorted([another_run(*mixed), *own])
     found = without_handed(world, [each for trace in ranks for each in _of_one(trace)])
     found += gather_findings(ranks)
     found += world_findings(world)
     if any(each.kind == "checkpoint" for each in found):
         found = _with_random_parts(found, random_parts(ranks))
+    return _sorted(found)
+
+
+def _sorted(found: Sequence[Finding]) -> tuple[Finding, ...]:
     return tuple(sorted(found, key=lambda f: (f.seq or 0, f.rank or 0)))
 
 

@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -749,6 +750,7 @@ class Recorder:
             "engine": self._engine.name,
             "start_unix_ns": time.time_ns(),
             "start_ns": now(),
+            "launch": None if rank is None else _launch(),
         }
 
 
@@ -757,6 +759,12 @@ def _unseen() -> Iterator[None]:
     """Ops inside run below every mode and subclass, and without a graph."""
     with silent(), torch._C.DisableTorchFunction(), torch.no_grad():
         yield
+
+
+def _launch() -> str | None:
+    """What a launcher told all ranks of a run alike, as a number: its name is nobody's business."""
+    told = [os.environ.get(name) for name in ("TORCHELASTIC_RUN_ID", "MASTER_PORT")]
+    return f"{zlib.crc32(repr(told).encode()):08x}" if any(told) else None
 
 
 def _rank() -> tuple[int | None, int | None]:

@@ -251,7 +251,8 @@ class Header:
     """What the run ran with; written before the first op.
 
     `flags` are process and thread settings that steer numerics, `variables` environment variables,
-    `versions` those of Python and of libraries, `options` what `record()` was asked for.
+    `versions` those of Python and of libraries, `options` what `record()` was asked for. `launch` is equal on all ranks
+    of one launch of a distributed run; None where no launcher told.
     """
 
     schema: str
@@ -270,6 +271,7 @@ class Header:
     engine: str
     start_unix_ns: int
     start_ns: int
+    launch: str | None
 
     @property
     def run_id(self) -> str:

@@ -39,6 +39,7 @@ from opdrift.world.collectives import Collective, Disagreement, World
 from opdrift.world.ends import first_ends
 from opdrift.world.findings import follows_from_an_end, grouped, odd_ones, unmet
 from opdrift.world.messages import Message, disagreements
+from opdrift.world.one_run import of_another_run
 from opdrift.world.replicas import Replicas, Split
 from opdrift.world.results import WrongResult, unread, wrong_results
 
@@ -61,15 +62,35 @@ def across_ranks(path: str | os.PathLike[str]) -> Diagnosis:
     ranks = rank_folders(folder) if folder.is_dir() else {}
     if len(ranks) < 2:
         load(folder)  # a path that holds nothing is told as such
-        raise IncomparableTracesError(
-            f"{folder} holds the trace of {'one rank' if ranks else 'one process'}, so there is nothing to compare across"
-            " ranks. Give the folder of a distributed run, with a folder a rank in it."
-        )
+        raise IncomparableTracesError(_alone(folder, ranks))
     return diagnose_world([load(each) for each in ranks.values()])
+
+
+def _alone(folder: Path, ranks: Mapping[int, Path]) -> str:
+    """Why a folder has no two ranks to be compared, and what to do."""
+    lost = sorted(p.name for p in folder.glob("rank-*") if p not in ranks.values())
+    for rank, path in ranks.items():
+        size = load(path).header.world_size or 1
+        without = (
+            f"; {', '.join(lost)} {'holds' if len(lost) == 1 else 'hold'} no trace" if lost else ""
+        )
+        return (
+            f"{folder} holds the trace of rank {rank} alone, of {size}{without}. Record all ranks into one folder, on a"
+            " disk that all of them see, or copy theirs into it."
+        )
+    return (
+        f"{folder} holds the trace of one process, so there is nothing to compare across ranks. Give the folder of a"
+        " distributed run, with a folder a rank in it."
+    )
 
 
 def diagnose_world(traces: Sequence[Trace]) -> Diagnosis:
     """The same of traces that are open, one a rank."""
+    mixed = of_another_run(traces)
+    if mixed is not None:
+        raise IncomparableTracesError(
+            f"{mixed[1]}. Delete the folder and record the run again, each run into a folder of its own."
+        )
     check = _Check(World(traces))
     found = sorted(check.divergences(), key=lambda each: each.order)
     ended = [rank for rank, trace in check.world.traces.items() if not trace.complete]
@@ -145,6 +166,7 @@ class _Check:
             yield f"{listed(world.missing)} of {world.size} left no trace here"
         for rank in ended:
             yield f"rank {rank} is {world.traces[rank].incomplete}; what it did until then is checked"
+        yield from self._replicas.other_models()
         unjudged = self._replicas.unjudged()
         if unjudged:
             yield (

@@ -125,6 +125,7 @@ class Builder:
         raised_at: Where in the program: `file:line in function`.
         rank: Of a distributed run.
         world_size: How many ranks such a run has.
+        launch: What tells its launch from others.
     """
 
     def __init__(
@@ -141,6 +142,7 @@ class Builder:
         raised_at: str | None = None,
         rank: int | None = None,
         world_size: int = 2,
+        launch: str | None = None,
     ) -> None:
         self._header = Header(
             schema=TRACE_SCHEMA,
@@ -159,6 +161,7 @@ class Builder:
             engine="numpy",
             start_unix_ns=0,
             start_ns=0,
+            launch=launch,
         )
         self._device = device
         self._complete = complete

@@ -148,6 +148,7 @@ def _header(folder: Path) -> Header:
             f"{folder / HEADER} is damaged: its checksum does not match. Record the run again."
         )
     data["program"] = tuple(data["program"])
+    data.setdefault("launch", None)  # a later addition
     return Header(**{field.name: data[field.name] for field in fields(Header)})
 
 

@@ -29,6 +29,10 @@ _SAME_ORDER: Final = (
     "Let every rank issue the same collectives in the same order, on tensors of one size and dtype: look for a branch"
     " on the rank or on a rank's own data around this line."
 )
+_NEW_FOLDER: Final = (
+    "Delete the folder and record the run again, each run into a folder of its own; look whether every rank comes to"
+    " record()."
+)
 _TOGETHER: Final = (
     "give every rank as many steps (batches), or use DistributedDataParallel's join()"
 )
@@ -87,6 +91,17 @@ _ABOUT: Final = {
     "reduction": "reduction",
     "root": "root",
 }
+
+
+def of_another_run(trace: Trace, said: str) -> Cause:
+    """A rank did not record in this run, and what lies there is of another one."""
+    return Cause(
+        "other-run",
+        "certain",
+        said,
+        (f"{trace.path} began at {trace.header.created}",),
+        _NEW_FOLDER,
+    )
 
 
 def of_message(sent: Message, received: Message) -> Cause:

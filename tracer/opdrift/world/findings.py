@@ -9,6 +9,7 @@ from opdrift.steps import Steps
 from opdrift.tracefile.reader import Trace
 from opdrift.world.causes import (
     last_op,
+    of_another_run,
     of_disagreement,
     of_end,
     of_loads,
@@ -52,6 +53,11 @@ def world_findings(world: World) -> Iterator[Finding]:
         name = differently[0].name
         cause = of_loads(differently)
         yield _finding("replica", cause, trace, seq=None, name=name, module=name.rpartition(".")[0])
+
+
+def another_run(trace: Trace, said: str) -> Finding:
+    """The trace of a rank that is of another run."""
+    return _finding("other-run", of_another_run(trace, said), trace, seq=None)
 
 
 def _died_in(world: World, rank: int) -> bool:

@@ -10,6 +10,7 @@ from typing import Final
 
 import numpy as np
 
+from opdrift.causes.evidence import some
 from opdrift.contents import Contents
 from opdrift.neighbours import Key
 from opdrift.records import Leaf
@@ -133,6 +134,33 @@ class Replicas:
             for name in self._shared()
             if name not in judged and len(set(self._keys(name, self._entries).values())) > 1
         ]
+
+    def other_models(self) -> Iterator[str]:
+        """In words, ranks whose models have other tensors than the first rank's, whole ones."""
+        first, *others = self._entries
+        own = self._whole(first)
+        for rank in others:
+            theirs = self._whole(rank)
+            lacking = [name for name in own if name not in theirs]
+            extra = [name for name in theirs if name not in own]
+            other = [name for name in own if theirs.get(name, own[name]) != own[name]]
+            said = [
+                f"{some(names)} {what}"
+                for names, what in (
+                    (lacking, f"only on rank {first}"),
+                    (extra, f"only on rank {rank}"),
+                    (other, "of another shape or type"),
+                )
+                if names
+            ]
+            if said and own and theirs:
+                yield f"rank {rank}'s model is another one than rank {first}'s: {'; '.join(said)}: these are not compared"
+
+    def _whole(self, rank: int) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Name -> shape and type of what a rank is not known to hold a part of."""
+        trace = self._world.traces[rank]
+        metas = {name: trace.meta(leaf.value) for name, leaf in self._entries[rank].items()}
+        return {n: (m.shape, m.dtype) for n, m in metas.items() if n not in self._sharded}
 
     def drifting(self) -> Sequence[str]:
         """Buffers that are equal on entry, not at the end, and never broadcast: each rank keeps them for itself."""
