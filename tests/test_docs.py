@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import os
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -278,6 +280,38 @@ def test_the_readmes_example_prints_what_it_says(tmp_path: Path):
     )
 
     assert done.stdout.strip() == example.rstrip().rpartition("  # ")[2]
+
+
+#: A program as the README's commands want it: with `--new`, something is wrong.
+PREDICT = """
+import sys
+import torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8, eps=1e-2 if "--new" in sys.argv else 1e-5))
+with torch.no_grad():
+    print(model(torch.randn(2, 8)).sum().item())
+"""
+
+
+@pytest.mark.slow
+def test_the_readmes_three_commands_lead_from_a_failing_run_to_the_page(tmp_path: Path):
+    """Typed as they stand, with nothing but a program that runs."""
+    block = section(ROOT / "README.md", "From a failing run to a page that explains it")
+    commands = re.findall(r"^\$ (opdrift run .*|diff-trace .*)$", block, re.MULTILINE)
+    (tmp_path / "predict.py").write_text(PREDICT)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+
+    done = [
+        subprocess.run(
+            shlex.split(command, comments=True), cwd=tmp_path, env={**os.environ, "PATH": path},
+            capture_output=True, text=True, check=False, timeout=120,
+        )
+        for command in commands
+    ]  # fmt: skip
+
+    assert [each.returncode for each in done] == [0, 0, 1]
+    assert done[-1].stdout.startswith("diverged: at op")
+    assert "eps: 1e-05 against 0.01" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
 def test_the_test_that_contributing_shows_passes():
