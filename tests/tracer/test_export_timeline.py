@@ -201,6 +201,19 @@ def test_steps_hold_their_phases():
     ]
 
 
+def test_a_step_without_ops_is_a_moment():
+    """It is not left out."""
+    build = Builder()
+    build.mark("step", step=1)
+    build.mark("step", step=2)
+    build.op("relu", build.leaf("x", kind="input"))
+
+    rows = drawn(timed(build.build(), [(10, 3)]))
+
+    assert [s.name for s in rows["steps and phases"]] == ["step 2", "forward"]
+    assert [i.name for i in rows["steps and phases, moments"]] == ["step 1"]
+
+
 def test_gathers_last_until_they_are_given_back():
     """Two units are gathered at a time; every mark is there, with what it says."""
     build = Builder()

@@ -91,7 +91,10 @@ def _end(trace: Trace) -> int:
 
 
 def _steps(trace: Trace, clock: int, ops: Ints, words: str) -> Iterator[Piece]:
-    """Steps as the program marked them, and within them stretches of forward and of backward ops."""
+    """Steps as the program marked them, and within them stretches of forward and of backward ops.
+
+    A step without any of the ops is a moment.
+    """
     columns = trace.ops
     marks = [mark for mark in trace.marks if mark.kind == "step"]
     begun = np.array([mark.seq for mark in marks], np.int64)
@@ -104,11 +107,10 @@ def _steps(trace: Trace, clock: int, ops: Ints, words: str) -> Iterator[Piece]:
         if after < len(ops):
             stop = _begin(marks[int(step[after]) - 1], clock, int(starts[after]))
         if step[first]:
-            mark = marks[int(step[first]) - 1]
-            begin = _begin(mark, clock, int(starts[first]))
-            number = mark.fields.get("step", int(step[first]) - 1)
-            title = name(words.format(number))
-            yield Piece("steps", title, "step", begin, max(stop - begin, 0), _fields(mark))
+            at = int(step[first]) - 1
+            begin = _begin(marks[at], clock, int(starts[first]))
+            title = _step(marks[at], at, words)
+            yield Piece("steps", title, "step", begin, max(stop - begin, 0), _fields(marks[at]))
         for one, other in _stretches(phase[first:after]):
             begin = int(starts[first + one])
             following = int(starts[first + other]) if first + other < after else stop
@@ -116,6 +118,15 @@ def _steps(trace: Trace, clock: int, ops: Ints, words: str) -> Iterator[Piece]:
             word = "backward" if phase[first + one] else "forward"
             own: Items = (("ops", other - one),)
             yield Piece("steps", word, "phase", begin, max(length, 0), own)
+    seqs = columns.seq[ops]
+    for at in np.setdiff1d(np.arange(len(marks)), step - 1).tolist():
+        if int(seqs[0]) - 1 <= marks[at].seq <= int(seqs[-1]):
+            title = _step(marks[at], at, words)
+            yield Piece("steps", title, "step", marks[at].time_ns + clock, None, _fields(marks[at]))
+
+
+def _step(mark: Mark, at: int, words: str) -> str:
+    return name(words.format(mark.fields.get("step", at)))
 
 
 def _begin(mark: Mark, clock: int, start: int) -> int:

@@ -48,7 +48,8 @@ def write_tables(export: Export, folder: Path) -> str:
             for name, schema in TABLES.items()
         }
         total = len(export.processes)
-        for number, process in enumerate(export.processes):
+        for number in range(total):
+            process = export.processes[number]
             made = _Tables(process)
             for name, columns in made.all():
                 files[name].write_table(_table(name, columns, made.rank))
@@ -57,6 +58,7 @@ def write_tables(export: Export, folder: Path) -> str:
                     export.progress(int(1000 * (number + share)), 1000 * total)
             ops += len(process.ops)
             cut |= len(process.ops) > LOOKED_UP
+            del process, made  # before the next one is read
     size = sum(path.stat().st_size for path in folder.iterdir())
     ranks = f" of {total} ranks" if total > 1 else ""
     kernels = f" (kernels of the first {count(LOOKED_UP)})" if cut else ""

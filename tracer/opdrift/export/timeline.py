@@ -54,7 +54,8 @@ def written(
         write: Writes one process and returns the number of events; it reports which share is done.
     """
     processes, ops, events, cut = len(export.processes), 0, 0, False
-    for number, process in enumerate(export.processes):
+    for number in range(processes):
+        process = export.processes[number]
 
         def report(share: float, number: int = number) -> None:
             export.progress(int(1000 * (number + share)), 1000 * processes)
@@ -62,6 +63,7 @@ def written(
         events += write(timeline(process, dialect), report)
         ops += len(process.ops)
         cut |= len(process.ops) > LOOKED_UP
+        del process  # before the next one is read
     told = f"wrote {plural(ops, 'op')}" + (f" of {processes} ranks" if processes > 1 else "")
     looked_up = f" (kernels of the first {count(LOOKED_UP)})" if cut else ""
     return f"{told}{looked_up}, {plural(events, 'event')} in all"
