@@ -30,7 +30,7 @@ def no_variables(monkeypatch):
     """Nothing of the environment that the suite runs in."""
     import os
 
-    for name in [name for name in os.environ if name.startswith("OTEL_")]:
+    for name in [n for n in os.environ if n.startswith("OTEL_") or n.lower().endswith("_proxy")]:
         monkeypatch.delenv(name)
 
 
@@ -352,6 +352,44 @@ def test_a_certificate_is_trusted_when_a_variable_says_so(certificate, monkeypat
             send("--endpoint", there.url)
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_CERTIFICATE", str(certificate[0]))
         assert send("--endpoint", there.url).startswith("sent 5 spans")
+
+
+def test_a_proxy_is_asked_for_the_receiver(monkeypatch):
+    """HTTP_PROXY, with a password; it gets the whole URL."""
+    with receiver(lambda *_: OK) as there:
+        monkeypatch.setenv("http_proxy", there.url.replace("//", "//me:p%40ss@"))
+        said = send("--endpoint", "http://collector.example:4318")
+
+    assert said == "sent 5 spans, refused 0: http://collector.example:4318/v1/traces"
+    assert there.paths == ["http://collector.example:4318/v1/traces"]
+    assert there.headers[0]["Proxy-Authorization"] == "Basic bWU6cEBzcw=="
+
+
+@pytest.mark.parametrize("variable", ["no_proxy", None])
+def test_no_proxy_is_asked_for_what_is_near(variable, monkeypatch):
+    """This machine, and what NO_PROXY names."""
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{free_port()}")
+    if variable is not None:
+        monkeypatch.setenv(variable, "127.0.0.1")
+    with receiver(lambda *_: OK) as there:
+        assert send("--endpoint", there.url).startswith("sent 5 spans")
+
+
+def test_a_proxy_that_refuses_a_tunnel_is_named(monkeypatch):
+    """https:// goes through it untouched."""
+    asked = []
+
+    def refuse(connection):
+        asked.append(connection.recv(65536).partition(b"\r\n")[0])
+        connection.sendall(b"HTTP/1.1 403 Forbidden\r\n\r\n")
+
+    with listening(refuse) as place:
+        monkeypatch.setenv("https_proxy", f"http://{place}")
+        with pytest.raises(ExportError) as error:
+            send("--endpoint", "https://collector.example:4318")
+
+    assert asked[0].startswith(b"CONNECT collector.example:4318")
+    assert "(by the proxy 127.0.0.1): Tunnel connection failed: 403 Forbidden" in str(error.value)
 
 
 # ---- options and variables ---------------------------------------------------------------------------------------

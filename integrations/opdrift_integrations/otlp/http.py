@@ -6,11 +6,13 @@ import gzip
 import http.client
 import socket
 import ssl
+from base64 import b64encode
 from collections.abc import Callable
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Final
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from opdrift.errors import InvalidOptionError
 from opdrift_integrations.otlp.answers import partial_success, status_message
@@ -23,6 +25,8 @@ _RETRYABLE: Final = frozenset({429, 502, 503, 504})
 _HOPELESS: Final = frozenset({401, 403, 404, 405, 407, 415, 501})
 #: Characters of an answer that are repeated to the user.
 _SAID: Final = 200
+#: No proxy leads to this machine.
+_HERE: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 class HttpChannel:
@@ -45,7 +49,12 @@ class HttpChannel:
         self._headers = {"User-Agent": "opdrift", **settings.headers, "Content-Type": content_type}
         if settings.compress:
             self._headers["Content-Encoding"] = "gzip"
-        self._connect = _connector(settings)
+        proxy = _proxy(self._url)
+        if proxy is not None and parts.scheme == "http":
+            self._path = self._url  # a proxy is told the whole of it
+            self._headers |= _proxy_headers(proxy)
+        self._via = "" if proxy is None else f" (by the proxy {proxy.hostname})"
+        self._connect = _connector(settings, proxy)
         self._connection: http.client.HTTPConnection | None = None
         self._reached = False
 
@@ -84,7 +93,7 @@ class HttpChannel:
 
     def _unreachable(self, error: OSError | http.client.HTTPException) -> Answer:
         """Nothing answered, or nothing that speaks HTTP."""
-        url = self._url
+        url = self._url + self._via
         if isinstance(error, ssl.SSLCertVerificationError):
             reason = (
                 f"{url}: its certificate is not trusted ({error.verify_message});"
@@ -99,6 +108,8 @@ class HttpChannel:
         if isinstance(error, socket.gaierror):
             reason = f"{url}: the host is not known ({error.strerror})"
             return Answer(problem=reason, hopeless=True)
+        if str(error).startswith("Tunnel connection failed"):  # as http.client says it
+            return Answer(problem=f"{url}: {error}", hopeless=True)
         if self._reached:
             return Answer(problem=f"{url} broke off the connection ({_said(error)})", again=True)
         if isinstance(error, ConnectionRefusedError):
@@ -130,15 +141,44 @@ class HttpChannel:
         )
 
 
-def _connector(settings: Settings) -> Callable[[], http.client.HTTPConnection]:
+def _connector(
+    settings: Settings, proxy: SplitResult | None
+) -> Callable[[], http.client.HTTPConnection]:
+    """What makes a connection to the receiver, or to a proxy that leads there."""
     parts = urlsplit(settings.endpoint)
-    host = parts.hostname or ""
+    host, timeout = parts.hostname or "", settings.timeout
     if parts.scheme == "http":
-        return lambda: http.client.HTTPConnection(host, parts.port, timeout=settings.timeout)
+        place = (host, parts.port) if proxy is None else (proxy.hostname or "", proxy.port)
+        return lambda: http.client.HTTPConnection(*place, timeout=timeout)
     context = _tls(settings)
-    return lambda: http.client.HTTPSConnection(
-        host, parts.port, timeout=settings.timeout, context=context
-    )
+
+    def connect() -> http.client.HTTPConnection:
+        if proxy is None:
+            return http.client.HTTPSConnection(host, parts.port, timeout=timeout, context=context)
+        made = http.client.HTTPSConnection(
+            proxy.hostname or "", proxy.port, timeout=timeout, context=context
+        )
+        made.set_tunnel(host, parts.port or 443, _proxy_headers(proxy))
+        return made
+
+    return connect
+
+
+def _proxy(endpoint: str) -> SplitResult | None:
+    """The proxy that `HTTP_PROXY` or `HTTPS_PROXY` name for it; none for this machine and what `NO_PROXY` names."""
+    parts = urlsplit(endpoint)
+    host = parts.hostname or ""
+    named = getproxies().get(parts.scheme)
+    if not named or host in _HERE or proxy_bypass(host):
+        return None
+    return urlsplit(named if "://" in named else f"http://{named}")
+
+
+def _proxy_headers(proxy: SplitResult) -> dict[str, str]:
+    if proxy.username is None:
+        return {}
+    word = f"{unquote(proxy.username)}:{unquote(proxy.password or '')}"
+    return {"Proxy-Authorization": "Basic " + b64encode(word.encode()).decode()}
 
 
 def _tls(settings: Settings) -> ssl.SSLContext:
