@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -42,37 +42,37 @@ def cast_digests(
 
     They are cast a block at a time, into memory that the processor still has at hand when the digest reads it.
     """
-    found: list[Digest | None] = []
-    longest = max(tensor.numel() for tensor, _ in contents)
-    scratch = torch.empty(min(_BLOCK, longest), dtype=dtype, device=contents[0][0].device)
+    total = sum(size for _, sizes in contents for size in sizes)
+    block = torch.empty(min(_BLOCK, total), dtype=dtype, device=contents[0][0].device)
+    pieces: list[list[Digest | None]] = []
+    waiting: list[
+        tuple[list[Digest | None], int]
+    ] = []  # the pieces in the block, and how much of each
+    filled = 0
+
+    def read() -> None:
+        found = recorder.digests([(block, [size for _, size in waiting])])
+        for (piece, _), digest in zip(waiting, found, strict=True):
+            piece.append(digest)
+        waiting.clear()
+
     for tensor, sizes in contents:
-        pieces: list[list[Digest | None]] = [[] for _ in sizes]
-        for start, cuts in _blocks(sizes):
-            length = sum(size for _, size in cuts)
-            block = scratch[:length].copy_(tensor.reshape(-1)[start : start + length])
-            digests = recorder.digests([(block, [size for _, size in cuts])])
-            for (number, _), digest in zip(cuts, digests, strict=True):
-                pieces[number].append(digest)
-        found += [
-            end_to_end(digests) if digests else recorder.digest(scratch[:0]) for digests in pieces
-        ]
-    return found
-
-
-def _blocks(sizes: Sequence[int]) -> Iterator[tuple[int, list[tuple[int, int]]]]:
-    """Blocks of pieces of these sizes: where each starts, and (number of the piece, elements of it) of what lies in it."""
-    start, cuts, room = 0, list[tuple[int, int]](), _BLOCK
-    for number, size in enumerate(sizes):
-        left = size
-        while left:
-            taken = min(left, room)
-            cuts.append((number, taken))
-            left, room = left - taken, room - taken
-            if not room:
-                yield start, cuts
-                start, cuts, room = start + _BLOCK, [], _BLOCK
-    if cuts:
-        yield start, cuts
+        source, start = tensor.reshape(-1), 0
+        for size in sizes:
+            pieces.append([])
+            end = start + size
+            if not size:
+                waiting.append((pieces[-1], 0))
+            while start < end:
+                taken = min(end - start, _BLOCK - filled)
+                block[filled : filled + taken].copy_(source[start : start + taken])
+                waiting.append((pieces[-1], taken))
+                start, filled = start + taken, filled + taken
+                if filled == _BLOCK:
+                    read()
+                    filled = 0
+    read()
+    return [end_to_end(digests) for digests in pieces]
 
 
 def end_to_end(digests: Sequence[Digest | None]) -> Digest | None:
