@@ -70,6 +70,11 @@ class Contents:
         return Regions(self.trace)
 
     @cached_property
+    def name_of_leaf(self) -> dict[int, str]:
+        """The name that each value was given first; those without one are left out."""
+        return {leaf.value: leaf.name for leaf in reversed(self.trace.leaves) if leaf.name}
+
+    @cached_property
     def counted(self) -> Flags:
         """Per element of the ops' inputs, whether its op looks at the content."""
         return counted_inputs(self.trace, self.tokens)

@@ -395,9 +395,7 @@ def _arguments_of_regions(compared: Compared, row: int) -> _Named:
     sides = compared.left, compared.right
     starts = [int(s.trace.ops.inputs.offsets[op]) for s, op in zip(sides, ops, strict=True)]
     values = [s.trace.ops.inputs[op].tolist() for s, op in zip(sides, ops, strict=True)]
-    names = [
-        {leaf.value: leaf.name for leaf in reversed(s.trace.leaves) if leaf.name} for s in sides
-    ]
+    names = [s.name_of_leaf for s in sides]
     metas = [[s.trace.meta(v) for v in own] for s, own in zip(sides, values, strict=True)]
     keys: tuple[list[list[object]], ...] = tuple(
         [
