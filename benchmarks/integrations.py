@@ -1,12 +1,13 @@
 """What following a library costs: a small step plain, recorded without the integration, and with it.
 
-Usage: python benchmarks/integrations.py [--rounds N] [ROW ...]
+Usage: python benchmarks/integrations.py [--rounds N] [--tokens N] [ROW ...]
 
 A step is a forward of the encoder that benchmarks/overhead.py has, 12 layers of 256, over a batch of 8 x 128, written
 in modules that can be offloaded. Every round runs it plain and once under each variant, in one process on one thread;
 a figure is the median over rounds of variant / plain of the same round, in CPU time of the process (disk reads of offloaded
-weights come from the page cache). "checks" is what the integration adds to a recording without it, in parts of the plain step; "least" is the
-same of the fastest step of each: what a quiet machine would come to.
+weights come from the page cache). "added" is what the integration adds to a recording without it, in parts of the plain step; "inside" is
+what is spent inside the integration's own functions, which a busy machine disturbs least, since it needs no difference of two
+steps; "least" is inside of the fastest round over the fastest plain step.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from pathlib import Path
 import torch
 from accelerate import cpu_offload, disk_offload
 from blocks import Block
+from inside import watched
 from torch import nn
 
 import opdrift
@@ -69,12 +71,13 @@ class Samples:
     plain: list[int] = field(default_factory=list)
     without: list[int] = field(default_factory=list)
     followed: list[int] = field(default_factory=list)
+    inside: list[int] = field(default_factory=list)
 
 
-def measure(row: Row, rounds: int, scratch: Path) -> Samples:
+def measure(row: Row, rounds: int, tokens: int, scratch: Path) -> Samples:
     """Interleaved steps; the first one of each is not counted."""
     model = row.build(scratch / "weights")
-    inputs = torch.randn(8, 128, 256)
+    inputs = torch.randn(tokens // 128, 128, 256)
     found = Samples()
 
     def step() -> int:
@@ -84,9 +87,15 @@ def measure(row: Row, rounds: int, scratch: Path) -> Samples:
 
     def recorded(*integrations: str) -> int:
         path = scratch / "run.trace"
-        with opdrift.record(path, model=model, integrations=integrations):
+        with (
+            watched() as (inside, _),
+            opdrift.record(path, model=model, integrations=integrations),
+        ):
             step()  # the first step names what it meets
+            inside.spent = 0
             spent = step()
+            if integrations:
+                found.inside.append(inside.spent)
         _check(path, followed=bool(integrations))
         shutil.rmtree(path)
         return spent
@@ -115,14 +124,12 @@ def line(name: str, row: Row, found: Samples) -> str:
     def ratio(samples: list[int]) -> float:
         return statistics.median(x / p for x, p in zip(samples, found.plain, strict=True))
 
-    checks = statistics.median(
-        (f - w) / p for f, w, p in zip(found.followed, found.without, found.plain, strict=True)
-    )
-    least = (min(found.followed) - min(found.without)) / min(found.plain)
+    added = [f - w for f, w in zip(found.followed, found.without, strict=True)]
+    least = min(found.inside) / min(found.plain)
     plain = statistics.median(found.plain) / 1e6
     return (
         f"{name:18}{plain:>10.1f}{ratio(found.without):>10.2f}{ratio(found.followed):>10.2f}"
-        f"{checks:>9.0%}{least:>8.0%}  {row.what}"
+        f"{ratio(added):>8.1%}{ratio(found.inside):>8.1%}{least:>8.1%}  {row.what}"
     )
 
 
@@ -130,6 +137,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("rows", nargs="*", help=f"{', '.join(ROWS)}; all if none is named")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--tokens", type=int, default=1024, help="of a step, a multiple of 128")
     options = parser.parse_args()
     if unknown := set(options.rows) - set(ROWS):
         parser.error(f"no row {', '.join(sorted(unknown))}; there are {', '.join(ROWS)}")
@@ -138,12 +146,15 @@ def main() -> None:
     print(
         f"torch {torch.__version__}, Python {platform.python_version()}, engine {load_engine().name}"
     )
-    print(f"{'':18}{'plain ms':>10}{'recorded':>10}{'followed':>10}{'checks':>9}{'least':>8}")
+    print(
+        f"{'':18}{'plain ms':>10}{'recorded':>10}{'followed':>10}{'added':>8}{'inside':>8}{'least':>8}"
+    )
     with torch.no_grad():
         for name in options.rows or ROWS:
             with tempfile.TemporaryDirectory() as scratch:
                 row = ROWS[name]
-                print(line(name, row, measure(row, options.rounds, Path(scratch))), flush=True)
+                found = measure(row, options.rounds, options.tokens, Path(scratch))
+                print(line(name, row, found), flush=True)
     print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
 
 

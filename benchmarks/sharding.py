@@ -1,12 +1,18 @@
 """What following sharded training costs: a step plain, recorded without the integration, and with it.
 
-Usage: python benchmarks/sharding.py [--rounds N] [--tokens N] [ROW ...]
+Usage: python benchmarks/sharding.py [--rounds N] [--tokens N] [--width N] [ROW ...]
 
 Two processes on gloo train an encoder of 12 layers (d 256, 9.5 million parameters); every round each of them makes a
-step plain and then one under each variant. A figure is the median over rounds of variant / plain of the same round, in CPU time
-of rank 0 on one thread: waiting for the other rank counts on neither side. "checks" is what the integration adds
-to a recording without it, in parts of the plain step; "least" is the same of the fastest step of each, what a quiet machine would
-come to. The work for a step grows with tokens, that of the checks with parameters.
+step plain and then one under each variant. Figures are of rank 0, in CPU time on one thread: waiting for the other rank counts on
+neither side. "recorded" is a recording without the integration in parts of the plain step, "followed" one with it; medians over
+rounds of the ratio within a round. All that follows is in parts of the plain step: "added" is followed less recorded; "inside" is
+what is spent inside the integration's own functions (digests, names, marks), which a busy machine disturbs least, since it
+needs no difference of two steps; "announced" is what it takes to have each collective on disk before it is issued, which a
+recording without the integration does, too; "everything" is added and announced together. "inside" and "announced" are
+medians over rounds as well, and "least" is inside of the fastest round over the fastest plain step.
+
+The work for a step grows with tokens, that of the checks with parameters: `--width 432 --tokens 128` (27 million parameters) is a
+hard case.
 """
 
 from __future__ import annotations
@@ -23,20 +29,24 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from blocks import Block
 from fairscale.nn.data_parallel import FullyShardedDataParallel as Fairscale
+from inside import watched
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 
 import opdrift
 from opdrift.fingerprint.engine import load_engine
+from opdrift_integrations.fairscale import watcher as fairscale_watcher
+from opdrift_integrations.torch_fsdp import watching as torch_watching
 
+#: What was measured -> nanoseconds of CPU time, one for each round.
 Samples = dict[str, list[int]]
 
 
@@ -51,37 +61,37 @@ def fairscale_on_cpu() -> contextlib.AbstractContextManager[None]:
     return module.fairscale_on_cpu()
 
 
-def encoder() -> nn.Sequential:
+def encoder(width: int) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(Block(256, 8) for _ in range(12)))
+    return nn.Sequential(*(Block(width, 8) for _ in range(12)))
 
 
-def fairscale() -> nn.Module:
+def fairscale(width: int) -> nn.Module:
     # buckets of gradients do not have the shape that gloo asks for
     options = {"compute_device": torch.device("cpu"), "bucket_cap_mb": 0}
-    blocks = (Fairscale(block, **options) for block in encoder())
+    blocks = (Fairscale(block, **options) for block in encoder(width))
     return Fairscale(nn.Sequential(*blocks), **options)
 
 
-def fsdp1() -> nn.Module:
+def fsdp1(width: int) -> nn.Module:
     options = {"device_id": torch.device("cpu"), "use_orig_params": True}
-    blocks = (FullyShardedDataParallel(block, **options) for block in encoder())
+    blocks = (FullyShardedDataParallel(block, **options) for block in encoder(width))
     return FullyShardedDataParallel(nn.Sequential(*blocks), **options)
 
 
-def fsdp2(**options: object) -> nn.Module:
-    model, mesh = encoder(), init_device_mesh("cpu", (dist.get_world_size(),))
+def fsdp2(width: int, **options: object) -> nn.Module:
+    model, mesh = encoder(width), init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model:
         fully_shard(block, mesh=mesh, **options)
     return fully_shard(model, mesh=mesh, **options)
 
 
-def fsdp2_bf16() -> nn.Module:
-    return fsdp2(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+def fsdp2_bf16(width: int) -> nn.Module:
+    return fsdp2(width, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
 
 
 #: Row -> how the model is wrapped, the integration that follows it.
-ROWS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+ROWS: dict[str, tuple[Callable[[int], nn.Module], str]] = {
     "fairscale": (fairscale, "fairscale"),
     "fsdp1": (fsdp1, "torch_fsdp"),
     "fsdp2": (fsdp2, "torch_fsdp"),
@@ -89,12 +99,13 @@ ROWS: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
-def measure(row: str, rounds: int, tokens: int, scratch: Path) -> Samples:
+def measure(row: str, options: argparse.Namespace) -> Samples:
     """Interleaved steps of one rank; the first one of each is not counted."""
     build, integration = ROWS[row]
-    model = build()
+    model, scratch = build(options.width), Path(options.scratch)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    inputs = torch.randn(tokens // 64, 64, 256)
+    inputs = torch.randn(options.tokens // 64, 64, options.width)
+    found: Samples = {name: [] for name in ("plain", "recorded", "followed", "inside", "announced")}
 
     def step() -> int:
         dist.barrier()
@@ -106,9 +117,16 @@ def measure(row: str, rounds: int, tokens: int, scratch: Path) -> Samples:
 
     def recorded(*integrations: str) -> int:
         path = scratch / f"{row}-{len(integrations)}.trace"
-        with opdrift.record(path, model=model, integrations=integrations):
+        with (
+            watched(torch_watching, fairscale_watcher) as (inside, announced),
+            opdrift.record(path, model=model, integrations=integrations),
+        ):
             step()  # the first step names what it meets
+            inside.spent = announced.spent = 0
             spent = step()
+            if integrations:
+                found["inside"].append(inside.spent)
+                found["announced"].append(announced.spent)
         check(path, followed=bool(integrations))
         dist.barrier()
         if dist.get_rank() == 0:
@@ -116,11 +134,10 @@ def measure(row: str, rounds: int, tokens: int, scratch: Path) -> Samples:
         dist.barrier()
         return spent
 
-    found: Samples = {"plain": [], "without": [], "followed": []}
     step()
-    for _ in range(rounds):
+    for _ in range(options.rounds):
         found["plain"].append(step())
-        found["without"].append(recorded())
+        found["recorded"].append(recorded())
         found["followed"].append(recorded(integration))
     return found
 
@@ -138,18 +155,24 @@ def check(path: Path, *, followed: bool) -> None:
 def line(name: str, found: Samples) -> str:
     """One row of the table."""
 
-    def ratio(samples: list[int]) -> float:
+    def ratio(samples: Iterable[int]) -> float:
         return statistics.median(x / p for x, p in zip(samples, found["plain"], strict=True))
 
-    checks = statistics.median(
-        (f - w) / p
-        for f, w, p in zip(found["followed"], found["without"], found["plain"], strict=True)
-    )
-    least = (min(found["followed"]) - min(found["without"])) / min(found["plain"])
-    plain = statistics.median(found["plain"]) / 1e6
+    added = [f - r for f, r in zip(found["followed"], found["recorded"], strict=True)]
+    everything = [a + c for a, c in zip(added, found["announced"], strict=True)]
+    parts = [
+        ratio(added),
+        ratio(found["inside"]),
+        min(found["inside"]) / min(found["plain"]),
+        ratio(found["announced"]),
+        ratio(everything),
+    ]
     return (
-        f"{name:12}{plain:>10.1f}{ratio(found['without']):>10.2f}{ratio(found['followed']):>10.2f}"
-        f"{checks:>9.0%}{least:>8.0%}"
+        f"{name:12}{statistics.median(found['plain']) / 1e6:>8.0f}"
+        f"{ratio(found['recorded']):>10.2f}{ratio(found['followed']):>10.2f}"
+        + "".join(
+            f"{part:>{width}.1%}" for part, width in zip(parts, (8, 8, 8, 11, 12), strict=True)
+        )
     )
 
 
@@ -163,7 +186,7 @@ def worker(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     with fairscale_on_cpu():
         for name in options.rows or ROWS:
-            found = measure(name, options.rounds, options.tokens, scratch)
+            found = measure(name, options)
             if options.rank == 0:
                 print(line(name, found), flush=True)
     dist.barrier()
@@ -175,6 +198,7 @@ def main() -> None:
     parser.add_argument("rows", nargs="*", help=f"{', '.join(ROWS)}; all if none is named")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--tokens", type=int, default=512, help="of a step, a multiple of 64")
+    parser.add_argument("--width", type=int, default=256, help="of the encoder, a multiple of 8")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--scratch", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -186,7 +210,10 @@ def main() -> None:
     print(
         f"torch {torch.__version__}, Python {platform.python_version()}, engine {load_engine().name}"
     )
-    print(f"{'':12}{'plain ms':>10}{'recorded':>10}{'followed':>10}{'checks':>9}{'least':>8}")
+    print(
+        f"{'':12}{'plain ms':>8}{'recorded':>10}{'followed':>10}{'added':>8}{'inside':>8}{'least':>8}"
+        f"{'announced':>11}{'everything':>12}"
+    )
     with tempfile.TemporaryDirectory() as scratch:
         ranks = [
             subprocess.Popen(
