@@ -160,7 +160,20 @@ def test_load_and_diff_never_import_torch(python, recorded):
 def test_commands_never_import_torch(function, arguments, python, recorded):
     """Every command but `opdrift run`."""
     filled = [argument.format(recorded) for argument in arguments]
-    assert imports(python, _COMMAND.format(function=function, arguments=filled), "torch") == ""
+    assert (
+        imports(python, _COMMAND.format(function=function, arguments=filled), "torch", "pandas")
+        == ""
+    )
+
+
+def test_recording_never_imports_pandas(python, tmp_path):
+    """pyarrow would, where it is installed, in the middle of the program's run."""
+    body = f"""
+import torch
+with opdrift.record({str(tmp_path / "run.trace")!r}, model=(model := torch.nn.Linear(2, 2)), batch=opdrift.Batch(2)):
+    model(torch.ones(2, 2))
+"""
+    assert imports(python, body, "pandas") == ""
 
 
 def test_the_import_check_can_fail(python):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+
+from opdrift.tracefile.arrays import numbers
 
 Ints = npt.NDArray[np.int64]
 
@@ -81,22 +82,23 @@ class ValueColumns:
 
 def column(table: pa.Table, name: str) -> pa.Array:
     """A column as one array."""
-    column = table.column(name).combine_chunks()
+    found = table.column(name)
+    if not found.num_chunks:
+        return pa.nulls(0, found.type)
+    column = found.combine_chunks()
     return column.chunk(0) if isinstance(column, pa.ChunkedArray) else column
 
 
 def ints(table: pa.Table, name: str) -> Ints:
     """A column of integers."""
-    return cast(
-        "Ints", column(table, name).to_numpy(zero_copy_only=False).astype(np.int64, copy=False)
-    )
+    return numbers(column(table, name)).astype(np.int64, copy=False)
 
 
 def ragged(table: pa.Table, name: str, order: Ints) -> Ragged:
     """A column of lists of ids, its rows in this order."""
     lists = column(table, name)
-    offsets = lists.offsets.to_numpy().astype(np.int64)
-    values = lists.values.to_numpy(zero_copy_only=False).astype(np.int64, copy=False)
+    offsets = numbers(lists.offsets).astype(np.int64)
+    values = numbers(lists.values).astype(np.int64, copy=False)
     lengths = np.diff(offsets)
     if len(order) and np.any(order[1:] < order[:-1]):
         starts = np.repeat(offsets[:-1][order], lengths[order])
@@ -126,7 +128,7 @@ def op_columns(table: pa.Table) -> OpColumns:
         "mutated",
     )
     columns = {name: ints(table, name)[order] for name in names}
-    rng = column(table, "rng").to_numpy(zero_copy_only=False).astype(np.uint64, copy=False)[order]
+    rng = numbers(column(table, "rng")).astype(np.uint64, copy=False)[order]
     return OpColumns(
         **columns,
         rng=rng,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from opdrift.tracefile.arrays import numbers
 from opdrift.tracefile.columns import Ints, column, ints
 from opdrift.tracefile.schema import BUCKET_NARROW_BYTES, BUCKET_WIDE_BYTES
 from opdrift.tracefile.stored import StoredRows
@@ -64,11 +65,11 @@ class FingerprintColumns:
 
     def __init__(self, table: pa.Table, stored: StoredRows | None = None) -> None:
         self.value: Ints = ints(table, "value")
-        self.raw = column(table, "raw").to_numpy(zero_copy_only=False).astype(np.uint64, copy=False)
+        self.raw = numbers(column(table, "raw")).astype(np.uint64, copy=False)
         self.n: Ints = ints(table, "n")
         self.code: Ints = ints(table, "code")
         self._numbers = {
-            name: column(table, name).to_numpy(zero_copy_only=False)
+            name: numbers(column(table, name))
             for name in (
                 "min",
                 "max",
@@ -94,7 +95,7 @@ class FingerprintColumns:
 
     def number(self, name: str) -> npt.NDArray[Any]:
         """The column of a statistic: min, max, absmax, sum, ssq, nan, pinf, ninf, zero, subnormal."""
-        return cast("npt.NDArray[Any]", self._numbers[name])
+        return self._numbers[name]
 
     def key(self, row: int) -> tuple[int, int, int]:
         """`Fingerprint.key` of a row."""

@@ -18,6 +18,8 @@ import pyarrow as pa
 import pyarrow.ipc as ipc
 
 from opdrift.errors import DamagedTraceError, NotATraceError
+from opdrift.tracefile.arrays import array, numbers
+from opdrift.tracefile.columns import column
 from opdrift.tracefile.schema import CHECKS, FOOTER, HEADER, TABLES, checksum
 
 #: All archives carry this date, so that equal runs give equal bytes.
@@ -92,12 +94,14 @@ def _with_short_paths(names: pa.Table, shorten: Callable[[str], str]) -> pa.Tabl
         if kind == "source":
             path, *rest = json.loads(texts[row])
             texts[row] = json.dumps([shorten(path), *rest])
-    return _replaced(names, text=pa.array(texts, pa.string()))
+    return _replaced(names, text=texts)
 
 
 def _without_times(ops: pa.Table, marks: pa.Table) -> tuple[pa.Table, pa.Table]:
     """Moments as their ranks: what began before what is still known."""
-    start, time = ops["start"].to_numpy(), marks["time"].to_numpy()
+    start, time = (
+        numbers(column(table, name)) for table, name in ((ops, "start"), (marks, "time"))
+    )
     order = np.unique(np.concatenate([start, time]), return_inverse=True)[1].astype(np.int64)
     return (
         _replaced(ops, start=order[: len(start)], duration=np.zeros(len(start), np.int64)),
@@ -106,10 +110,10 @@ def _without_times(ops: pa.Table, marks: pa.Table) -> tuple[pa.Table, pa.Table]:
 
 
 def _replaced(table: pa.Table, **columns: Any) -> pa.Table:
-    for name, column in columns.items():
+    for name, values in columns.items():
         at = table.schema.get_field_index(name)
         field = table.schema.field(at)
-        table = table.set_column(at, field, pa.array(column, field.type))
+        table = table.set_column(at, field, array(values, field.type))
     return table
 
 

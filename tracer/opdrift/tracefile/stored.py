@@ -10,6 +10,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.ipc as ipc
 
+from opdrift.tracefile.arrays import array
+
 #: Parts of a table that are kept decompressed; readers go through a trace from its start to its end.
 _KEPT: Final = 32
 
@@ -84,5 +86,5 @@ def split(
     lengths = np.array([batch.num_rows for batch in batches], np.int64)
     rows = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
     table = pa.Table.from_batches(batches, schema=thin)
-    table = table.append_column("stored", pa.array(np.arange(rows[-1])))
+    table = table.append_column("stored", array(np.arange(rows[-1]), pa.int64()))
     return table, StoredRows(data, schema, names, starts, rows)

@@ -16,6 +16,7 @@ import pyarrow.ipc as ipc
 
 from opdrift.errors import TraceNotWritableError
 from opdrift.tfp1 import FOLDED_BELOW
+from opdrift.tracefile.arrays import array
 from opdrift.tracefile.claiming import CHECKS, FOOTER, HEADER, reason_of
 from opdrift.tracefile.journal import Journal, MarkRow
 from opdrift.tracefile.lock import hold
@@ -96,7 +97,7 @@ class TraceWriter:
         """Append rows to a table; columns in the order of its schema."""
         schema = TABLES[table]
         arrays = [
-            c if isinstance(c, pa.Array) else pa.array(c, field.type)
+            c if isinstance(c, pa.Array) else array(c, field.type)
             for c, field in zip(columns, schema, strict=True)
         ]
         self._streams[table].write_batch(pa.record_batch(arrays, schema=schema))
@@ -143,7 +144,7 @@ def list_column(lengths: npt.NDArray[Any], values: npt.NDArray[np.int64]) -> pa.
     """A column of lists of ids, from the length of each and all elements in a row."""
     offsets = np.zeros(len(lengths) + 1, np.int32)
     np.cumsum(lengths, out=offsets[1:])
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
+    return pa.ListArray.from_arrays(array(offsets, pa.int32()), array(values, pa.int64()))
 
 
 def int_list_column(rows: Sequence[Sequence[int]]) -> pa.Array:
