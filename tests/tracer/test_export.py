@@ -287,6 +287,16 @@ def test_a_full_disk_is_told_in_one_sentence(traces, capsys):
     )
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has /dev/full")
+def test_a_pipe_that_takes_no_more_is_told_as_what_it_is(traces, capsys):
+    """What went into it cannot be taken back."""
+    assert opdrift(["export", "lines", "base.trace", "-o", "/dev/full"]) == 2
+    assert capsys.readouterr().err == (
+        "opdrift: /dev/full cannot be written (No space left on device); what it took before is incomplete."
+        " Give another path with -o.\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

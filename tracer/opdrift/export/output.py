@@ -28,21 +28,23 @@ def whole(
         ExportError: It is in the way of something, or cannot be written.
     """
     _check(target, kind, suffix, replace)
-    if kind == "file" and target.exists() and not target.is_file():
-        yield target  # /dev/stdout, a named pipe: nothing to replace
-        return
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    # /dev/stdout, a named pipe: nothing to replace, and what went into it is gone
+    gone = kind == "file" and target.exists() and not target.is_file()
+    partial = target if gone else target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
         try:
             if kind == "folder":
                 partial.mkdir()
             yield partial
-            _move(partial, target, replace)
+            if not gone:
+                _move(partial, target, replace)
         finally:  # whatever ends it, an interrupt too
-            _remove(partial)
+            if not gone:
+                _remove(partial)
     except OSError as error:
+        left = "what it took before is incomplete" if gone else "nothing of it was left"
         raise ExportError(
-            f"{target} cannot be written ({error.strerror or error}); nothing of it was left. Give another path with -o."
+            f"{target} cannot be written ({error.strerror or error}); {left}. Give another path with -o."
         ) from None
 
 
