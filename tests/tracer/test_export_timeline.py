@@ -238,6 +238,22 @@ def test_gathers_last_until_they_are_given_back():
     assert [i.name for i in rows["marks"]] == ["flags allow_tf32"]
 
 
+@pytest.mark.parametrize(("kinds", "end"), [(("free", "reshard"), 2), (("free",), 1), ((), 4)])
+def test_freeing_what_was_sent_does_not_end_a_gather(kinds, end):
+    """Only where the library tells no reshard; what is never given back lasts to the end."""
+    build = Builder()
+    x = build.leaf("x", kind="input")
+    build.mark("gather", library="fsdp", unit="a")
+    for kind in kinds:
+        x = build.op("relu", x)
+        build.mark(kind, library="fsdp", unit="a")
+    build.op("relu", x)
+
+    rows = drawn(timed(build.build(), [(n, 4 - n) for n in range(len(kinds) + 1)]))
+
+    assert spans(rows["gathers and moves"]) == [("a gathered", 0, end)]
+
+
 def test_a_collective_takes_as_long_as_its_op():
     """Its mark is written before it is issued, and says what it is."""
     build = Builder()

@@ -21,8 +21,6 @@ Row = Literal["steps", "gathers", "collectives", "compilations", "others"]
 _PARAMETERS: Final = frozenset(
     {"gather", "use", "cast", "move", "reshard", "free", "views", "shard-changed", "buffer-cast"}
 )
-#: Marks that end what a gather began.
-_GIVEN_BACK: Final = frozenset({"reshard", "free"})
 #: Told otherwise: with the ops (`kernels`, `can-use`, `fast-path`), or by slices.
 _ELSEWHERE: Final = frozenset({"step", "kernels", "can-use", "fast-path", "collective", "compile"})
 
@@ -176,18 +174,25 @@ def _compilations(marks: Sequence[Mark], clock: int, end: int) -> Iterator[Piece
 
 
 def _gathered(marks: Sequence[Mark], clock: int, end: int) -> Iterator[Piece]:
-    """How long each unit's parameters were together: from their gather until they were given back."""
-    held: dict[tuple[object, object], Mark] = {}
+    """How long each unit's parameters were together: from their gather until they were given back.
+
+    Where a library tells that (`reshard`), a `free` is of something else, such as the shard that was sent.
+    """
+    told = {_key(mark) for mark in marks if mark.kind == "reshard"}
+    held: dict[tuple[str, str], Mark] = {}
     for mark in marks:
-        fields = mark.fields
-        unit = (str(fields.get("library")), str(fields.get("unit")))
+        unit = _key(mark)
         if mark.kind == "gather" and unit not in held:
             held[unit] = mark
-        elif mark.kind in _GIVEN_BACK and unit in held:
+        elif unit in held and mark.kind == ("reshard" if unit in told else "free"):
             since = held.pop(unit)
             yield _spanning(since, "gathers", _held(since), clock, mark.time_ns + clock)
     for mark in held.values():
         yield _spanning(mark, "gathers", _held(mark), clock, end)
+
+
+def _key(mark: Mark) -> tuple[str, str]:
+    return str(mark.fields.get("library")), str(mark.fields.get("unit"))
 
 
 def _spanning(mark: Mark, row: Row, title: str, clock: int, end: int) -> Piece:
