@@ -170,12 +170,17 @@ def test_sharding_and_offload_change_no_bit(offload):
     assert offload.diff("plain.trace", "offload.trace").verdict == "identical"
 
 
-def test_bfloat16_is_rounding_in_the_first_step(offload):
+def test_bfloat16_is_named_at_the_first_op_that_computes_in_it(offload):
     found = offload.diff("plain.trace", "bfloat16.trace")
 
-    assert found.verdict == "rounding"
     assert found.first is not None
-    assert "mixed precision keeps the original" in found.first.cause.summary
+    assert (found.first.op, found.first.module) == (
+        "aten.native_layer_norm.default",
+        "layers.0.norm",
+    )
+    assert found.first.cause.summary == (
+        "the right run computes in bfloat16 in layers.0.norm, the other does not"
+    )
 
 
 def test_clipping_gathered_weights_is_named_with_its_line(offload):

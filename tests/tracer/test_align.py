@@ -52,6 +52,25 @@ def test_inserted_and_removed_ops_shift_nothing(left: str, right: str, expected:
     assert paired(trace(left), trace(right)) == expected
 
 
+def in_precision(dtype: str) -> Trace:
+    """A norm and a product, all in one dtype: no content and no layout of two precisions are equal."""
+    build = Builder()
+    x = build.leaf("x", kind="input", shape=(4, 4), dtype=dtype)
+    with build.scope("norm"):
+        scale = build.leaf("norm.weight", shape=(4,), dtype=dtype)
+        y = build.op("native_layer_norm", x, scale, shape=(4, 4), dtype=dtype)
+    with build.scope("fc"):
+        weight = build.leaf("fc.weight", shape=(4, 4), dtype=dtype)
+        y = build.op("mm", y, weight, shape=(4, 4), dtype=dtype)
+    build.output(y)
+    return build.build()
+
+
+def test_ops_that_read_the_weight_of_one_name_are_pairs_in_another_precision():
+    """Nothing of a model in bfloat16 is equal to the one in float32, and neither is its input."""
+    assert paired(in_precision("float32"), in_precision("bfloat16")) == [(0, 0), (1, 1)]
+
+
 def two_ways(build: Builder, *, fused: bool) -> int:
     """Attention with a bias: in ops, which copy the key, or fused, which copies the bias."""
     q, k = (build.op("mm", build.leaf(name, shape=(8, 8)), shape=(8, 8)) for name in "qk")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Final
 
 import numpy as np
@@ -59,7 +60,10 @@ class Pairs:
             self._drop_unsupported(i[doubtful], j[doubtful], in_scope=in_scope)
 
     def _drop_unsupported(self, i: Ints, j: Ints, *, in_scope: bool) -> None:
-        """Drop the pairs that have no input in common: by content, or because a pair that stays made it."""
+        """Drop the pairs that have no input in common: by content, or because a pair that stays made it.
+
+        Within a call a weight of one name is one input too: in another precision no content of it is equal.
+        """
         a, b = self.left.trace.ops.inputs, self.right.trace.ops.inputs
         both = np.minimum(a.offsets[i + 1] - a.offsets[i], b.offsets[j + 1] - b.offsets[j])
         x, y = a.values[spread(a.offsets[i], both)], b.values[spread(b.offsets[j], both)]
@@ -67,6 +71,9 @@ class Pairs:
         place, lineage = self.left.by_place[x], self.left.by_lineage[x]
         same = (place != 0) & (place == self.right.by_place[y])
         same |= (lineage != 0) & (lineage == self.right.by_lineage[y])
+        if in_scope:
+            weight = self._weights[0][self.left.root[x]]
+            same |= (weight != 0) & (weight == self._weights[1][self.right.root[y]])
         p, q = self.left.producer[self.left.root[x]], self.right.producer[self.right.root[y]]
         made = (p >= 0) & (q >= 0) & (self.right_of[p] == q)
         held = (both == 0) & (self.left.tokens.full[i] == self.right.tokens.full[j])
@@ -89,6 +96,11 @@ class Pairs:
                 if not support[k]:
                     falling.append(k)
 
+    @cached_property
+    def _weights(self) -> tuple[Words, Words]:
+        """Per value a word for the name of the parameter or buffer that it is, 0 for others; per side."""
+        return _weights_of(self.left), _weights_of(self.right)
+
     def _may_be(self, i: int, j: int) -> bool:
         """Whether two ops of one name in one call can be the same although no input shows it.
 
@@ -106,6 +118,14 @@ class Pairs:
                 return True
             apart |= self.right_of[p] >= 0 or self.left_of[q] >= 0
         return not apart
+
+
+def _weights_of(contents: Contents) -> Words:
+    found = np.zeros(len(contents.root), np.uint64)
+    for leaf in contents.trace.leaves:
+        if leaf.name and leaf.kind in ("parameter", "buffer"):
+            found[leaf.value] = word(leaf.name)
+    return found
 
 
 def within_scopes(pairs: Pairs, home: tuple[Ints, Ints], calls: Ints) -> None:
