@@ -512,7 +512,7 @@ def _transfers(e: Evidence) -> list[str]:
         if not checked:
             continue
         bad = sum(1 for m in checked if m.fields["intact"] is False)
-        kinds = ", ".join(f"{n} {kind}s" for kind, n in tally(m.kind for m in checked))
+        kinds = ", ".join(counted(n, kind) for kind, n in tally(m.kind for m in checked))
         found.append(
             f"{name}: {kinds} checked, "
             + (f"{bad} not intact" if bad else "all intact: moving the weights changed nothing")

@@ -469,7 +469,7 @@ def lone_ops(diagnosis: Diagnosis) -> list[LoneOps]:
 def earlier(diagnosis: Diagnosis) -> str | None:
     """The first bitwise difference in a sentence, where it is not the one that the card shows."""
     harmless, shown = diagnosis.first_bitwise, focus(diagnosis)
-    if harmless is None or harmless == shown:
+    if harmless is None or (shown is not None and _spot(harmless) == _spot(shown)):
         return None
     seq = harmless.seq.left if harmless.seq.left is not None else harmless.seq.right
     where = f"op {count(seq)}, " if seq is not None else ""
@@ -481,6 +481,12 @@ def earlier(diagnosis: Diagnosis) -> str | None:
     kind = "" if harmless.material else ", which rounding explains"
     what = name(harmless.name if harmless.name is not None else harmless.op or "an op")
     return f"{where}{what} in {scope(harmless.module)}, already differs{by}{kind}"
+
+
+def _spot(divergence: Divergence) -> tuple[object, ...]:
+    """What and where a divergence is; what is said of it may have been added to on one copy."""
+    each = divergence
+    return each.kind, each.name, each.op, each.module, each.call, each.seq, each.output
 
 
 def other_causes(diagnosis: Diagnosis) -> list[Cause]:
