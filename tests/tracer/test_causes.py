@@ -1202,7 +1202,7 @@ OTHER_RULES = {
 
 
 #: Told of the ranks of a run (`opdrift.world`, `opdrift.diagnose.by_rank`), not asked of an origin.
-OF_RANKS = {"collective", "other-rank", "rank-ended", "replica"}
+OF_RANKS = {"collective", "other-rank", "other-run", "rank-ended", "replica"}
 
 
 def slugs() -> set[str]:
