@@ -88,7 +88,7 @@ class Flow:
         inputs, outputs = self.trace.ops.inputs, self.trace.ops.outputs
         size = len(self.trace.values.storage)
         pairs = outputs.rows() * size + outputs.values
-        # np.isin takes six times as long, and three times the memory: it does not know that rows are in order
+        # np.isin takes three times the memory and far longer: it does not know that rows are in order
         given = np.sort(inputs.rows() * size + inputs.values, kind="stable")
         given = np.append(given, -1)  # for what is searched beyond the end
         made = given[np.searchsorted(given[:-1], pairs)] != pairs
