@@ -444,9 +444,9 @@ def test_statistics_that_a_forward_updates_are_lost_with_offloaded_buffers(tmp_p
 
     assert {(f.name, f.cause.slug) for f in found} == {
         ("norm.running_mean", "fsdp-gather"),
-        ("norm.running_var", "fsdp-gather"),
         ("norm.num_batches_tracked", "fsdp-gather"),
     }
+    assert any("the same with 1 more: norm.running_var" in f.cause.evidence for f in found)
     assert {f.step for f in found} == {0}
 
 
@@ -463,3 +463,18 @@ def test_an_offload_folder_of_another_model_is_found_at_the_first_load(tmp_path)
     finding = only(findings([opdrift.load(tmp_path / "trace")]))
     assert (finding.name, finding.cause.slug) == ("second.weight", "fsdp-gather")
     assert "the offload folder is an older one" in finding.cause.try_.lower()
+
+
+def test_a_folder_in_which_all_is_old_is_one_finding(tmp_path):
+    """The first tensor leads; the others are named with it."""
+    on_disk(tmp_path / "weights", Net())
+    model = Net()
+    for weight in model.parameters():
+        weight.data.add_(1)
+    with opdrift.record(tmp_path / "trace"), torch.no_grad():
+        on_disk(tmp_path / "weights", model)(X)
+
+    finding = only(findings([opdrift.load(tmp_path / "trace")]))
+
+    others = len(list(model.parameters())) - 1
+    assert any(line.startswith(f"the same with {others} more: ") for line in finding.cause.evidence)

@@ -83,6 +83,21 @@ def test_a_sum_that_is_off_by_a_thousandth_is_found_by_its_sketch(size: int):
     assert "train.py:7 in main" in found.cause.evidence[1]
 
 
+def test_a_sum_that_is_wrong_at_every_step_is_told_once():
+    """At one line of the program; the last one is named with it."""
+
+    def body(build: Builder) -> None:
+        for _ in range(3):
+            summed(TOTAL * 2)(build)
+
+    (found,) = findings(world(body, body))
+
+    assert found.seq == 1
+    assert found.cause.evidence[-1] == (
+        "the same is wrong 2 times more, last with all_reduce 3 of group 0 (op 3)"
+    )
+
+
 def test_rounding_of_a_sum_is_no_finding():
     """Each element may be off by some units in the last place."""
     assert said(world(*[summed(np.nextafter(TOTAL, np.float32(9)))] * 2)) == []

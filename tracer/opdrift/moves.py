@@ -6,7 +6,7 @@ judge is judged here: whether an op that was recorded made a change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final
@@ -45,8 +45,30 @@ def moves(trace: Trace, step_at: StepAt) -> Iterator[Finding]:
         # what goes wrong at every step is one fault
         key = _slot(mark), finding.name, finding.module, finding.cause.slug, finding.op
         first.setdefault(key, (finding, []))[1].append(mark)
+    alike: dict[tuple[Any, ...], list[Finding]] = {}
     for finding, marks in first.values():
-        yield looked_at.repeated(finding, marks)
+        told = looked_at.repeated(finding, marks)
+        alike.setdefault((_story(finding, marks[0]), finding.cause.slug, finding.op), []).append(
+            told
+        )
+    yield from map(_of_many, alike.values())
+
+
+def _story(finding: Finding, mark: Mark) -> str:
+    """What went wrong, without the names of the tensor, its module and its file."""
+    said = finding.cause.summary.replace(str(mark.fields.get("file")), "")
+    return said.removeprefix(_name(mark)).replace(_module(mark), "")
+
+
+def _of_many(found: Sequence[Finding]) -> Finding:
+    """One finding of tensors with which the same went wrong; the first leads."""
+    first, *more = found
+    if not more:
+        return first
+    names = [str(each.name) for each in more]
+    rest = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    line = f"the same with {len(names)} more: {', '.join(names[:_LISTED])}{rest}"
+    return replace(first, cause=replace(first.cause, evidence=(*first.cause.evidence, line)))
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from opdrift.world.causes import (
     of_message,
     of_split,
     of_waiting,
-    of_wrong_result,
+    of_wrong_results,
 )
 from opdrift.world.collectives import Collective, Disagreement, World
 from opdrift.world.ends import first_ends
@@ -41,7 +41,7 @@ from opdrift.world.findings import follows_from_an_end, grouped, odd_ones, unmet
 from opdrift.world.messages import Message, disagreements
 from opdrift.world.one_run import of_another_run
 from opdrift.world.replicas import Replicas, Split
-from opdrift.world.results import WrongResult, unread, wrong_results
+from opdrift.world.results import WrongResult, by_place, unread, wrong_results
 
 
 def across_ranks(path: str | os.PathLike[str]) -> Diagnosis:
@@ -152,8 +152,8 @@ class _Check:
         splits = [s for replica in self._judged if (s := self._replicas.split(replica)) is not None]
         for group in grouped(splits):
             yield self._of_split(group)
-        for wrong in wrong_results(self.world):
-            yield self._of_result(wrong)
+        for wrong in by_place(wrong_results(self.world)):
+            yield self._of_results(wrong)
         yield from self._disagreements()
         yield from self._messages()
         for finding in gather_findings(list(self.world.traces.values())):
@@ -214,11 +214,12 @@ class _Check:
         index = int(self._replicas.contents(rank).maker[value])
         return self.world.traces[rank].op(index) if index >= 0 else None
 
-    def _of_result(self, wrong: WrongResult) -> _Placed:
+    def _of_results(self, found: Sequence[WrongResult]) -> _Placed:
+        wrong = found[0]
         usual = tuple(rank for rank in wrong.meeting.members if rank not in wrong.ranks)
         ranks = Sides(usual[0] if usual else wrong.ranks[0], wrong.ranks[0])
         return self._of_parts(
-            of_wrong_result(wrong), wrong.meeting.members, ranks, Sides(usual, wrong.ranks), "op"
+            of_wrong_results(found), wrong.meeting.members, ranks, Sides(usual, wrong.ranks), "op"
         )
 
     def _disagreements(self) -> Iterator[_Placed]:

@@ -215,8 +215,9 @@ def _left_alone(world: World, rank: int, other: int) -> str:
     return f"rank {other} {_ending(world.traces[other])}"
 
 
-def of_wrong_result(wrong: WrongResult) -> Cause:
-    """A collective's result is not what its ranks gave."""
+def of_wrong_results(found: Sequence[WrongResult]) -> Cause:
+    """A collective's result is not what its ranks gave; the first of those that go wrong at one line."""
+    wrong, *more = found
     meeting = wrong.meeting
     part = meeting.members[wrong.ranks[0]]
     if wrong.kind == "unequal":
@@ -224,6 +225,10 @@ def of_wrong_result(wrong: WrongResult) -> Cause:
     else:
         summary = f"the result of {part.place} on {listed(wrong.ranks)} is not what its ranks gave"
     evidence = [*wrong.evidence, f"{part.asked}, {_where(part)}"]
+    if more:
+        last = more[-1].meeting.members[wrong.ranks[0]]
+        times = "once more" if len(more) == 1 else f"{len(more)} times more"
+        evidence.append(f"the same is wrong {times}, last with {last.place} (op {last.seq})")
     return Cause(
         "collective",
         "likely" if meeting.what in ("all_reduce", "reduce", "reduce_scatter") else "certain",

@@ -16,7 +16,7 @@ from opdrift.world.causes import (
     of_message,
     of_split,
     of_waiting,
-    of_wrong_result,
+    of_wrong_results,
 )
 from opdrift.world.collectives import Collective, Disagreement, World
 from opdrift.world.ends import End, ends, first_ends
@@ -24,7 +24,7 @@ from opdrift.world.handed import given
 from opdrift.world.loads import loaded_differently
 from opdrift.world.messages import Message, disagreements
 from opdrift.world.replicas import Replicas, Split
-from opdrift.world.results import WrongResult, minority, wrong_results
+from opdrift.world.results import WrongResult, by_place, minority, wrong_results
 
 
 def world_findings(world: World) -> Iterator[Finding]:
@@ -38,8 +38,8 @@ def world_findings(world: World) -> Iterator[Finding]:
         if not follows_from_an_end(disagreement, world, first):
             yield _disagreement(world, disagreement)
     yield from _of_messages(world, first)
-    for wrong in wrong_results(world):
-        yield _wrong_result(world, wrong)
+    for wrong in by_place(wrong_results(world)):
+        yield _wrong_results(world, wrong)
     replicas = Replicas(world)
     splits = [
         split for replica in replicas.found() if (split := replicas.split(replica)) is not None
@@ -159,9 +159,9 @@ def _disagreement(world: World, found: Disagreement) -> Finding:
     return _at(cause, trace, part)
 
 
-def _wrong_result(world: World, wrong: WrongResult) -> Finding:
-    rank = wrong.ranks[0]
-    return _at(of_wrong_result(wrong), world.traces[rank], wrong.meeting.members[rank])
+def _wrong_results(world: World, found: Sequence[WrongResult]) -> Finding:
+    rank = found[0].ranks[0]
+    return _at(of_wrong_results(found), world.traces[rank], found[0].meeting.members[rank])
 
 
 def _split(world: World, replicas: Replicas, group: Sequence[Split]) -> Finding:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Final, Literal
@@ -57,6 +57,25 @@ def wrong_results(world: World) -> Iterator[WrongResult]:
         found = _check(world, meeting)
         if found is not None:
             yield found
+
+
+def by_place(found: Iterable[WrongResult]) -> list[list[WrongResult]]:
+    """Those that go wrong alike, at one line of the program and again and again, together."""
+    groups: dict[object, list[WrongResult]] = {}
+    for wrong in found:
+        meeting = wrong.meeting
+        part = meeting.members[wrong.ranks[0]]
+        key = (
+            meeting.group,
+            meeting.ranks,
+            meeting.what,
+            wrong.kind,
+            wrong.ranks,
+            part.source,
+            part.module,
+        )
+        groups.setdefault(key, []).append(wrong)
+    return list(groups.values())
 
 
 def unread(world: World) -> int:
