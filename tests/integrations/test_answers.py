@@ -69,7 +69,11 @@ def test_weights_cast_to_compute_with_are_rounding():
 def test_other_casts_of_weights_are_not_explained(mark):
     leaf = of_weights(mark).origins[0]
 
-    assert (leaf.name, leaf.material, leaf.cause.slug) == ("fc.weight", True, "dtype")
+    bad = (
+        mark is not None and mark.get("intact") is False
+    )  # then the integration says what is wrong
+    slug = "fsdp-gather" if bad else "dtype"
+    assert (leaf.name, leaf.material, leaf.cause.slug) == ("fc.weight", True, slug)
 
 
 def rotary(*, cast: bool) -> Builder:
