@@ -52,6 +52,9 @@ def add(model: nn.Module) -> None:
 
 RUNS = {
     "plain": Run(),
+    "plain-adam": Run(optimizer="AdamW"),
+    "fsdp1-adam": Run(fsdp1, optimizer="AdamW"),
+    "fsdp2-adam": Run(fsdp2, optimizer="AdamW"),
     "fsdp1": Run(fsdp1),
     "fsdp1-forward": Run(fsdp1, forward=lambda x: x * 1.5),
     "fsdp2": Run(fsdp2),

@@ -60,6 +60,7 @@ def by_rank(diagnosis: Diagnosis) -> dict[int, str]:
 
 
 FC2 = "layers.1.fc2"
+LATER = f"{FC2}.weight"
 ADDMM = "aten.addmm.default"
 #: left, right -> what rank 1 is found to have done, and through which collective rank 0 gets it.
 FAULTS: dict[tuple[str, str], tuple[Place, str]] = {
@@ -71,6 +72,8 @@ FAULTS: dict[tuple[str, str], tuple[Place, str]] = {
     ),
     ("fsdp2", "fsdp2-added"): (("aten.add_.Tensor", "", "inplace"), "all_gather"),
     ("fsdp2", "fsdp2-gradients"): (("aten.mul_.Tensor", "", "inplace"), "all_gather"),
+    ("plain", "fsdp1-forward"): ((ADDMM, FC2, "structure"), "reduce_scatter"),
+    ("plain", "fsdp2-forward"): ((ADDMM, FC2, "structure"), "reduce_scatter"),
 }
 
 
@@ -94,8 +97,19 @@ def test_a_shard_that_was_written_past_the_dispatcher_is_named_with_the_element(
     assert any(line.startswith("one element differs: ") for line in cause.evidence)
 
 
+@pytest.mark.parametrize("right", ["fsdp2-poked", "fsdp2-added"])
+def test_a_shard_that_was_changed_shows_against_a_plain_run_at_the_use_of_its_parameter(
+    folder, right
+):
+    """Of a run that is not sharded nothing tells which rank's part is wrong, unless a rank's own marks do."""
+    found = opdrift.diff(folder / "plain", folder / right)
+
+    cause, rank = ("race", 1) if right == "fsdp2-poked" else ("structure", 0)
+    assert (found.left.rank, first(found)) == (rank, (LATER, FC2, cause))
+
+
 #: Runs without a fault that a single run would show.
-RIGHT = ("plain", "fsdp1", "fsdp2")
+RIGHT = ("plain", "fsdp1", "fsdp2", "fsdp1-adam", "fsdp2-adam")
 
 
 @pytest.mark.parametrize("case", RIGHT)
@@ -103,7 +117,16 @@ def test_right_runs_have_no_findings(folder, case):
     assert list(findings([opdrift.load(folder / case, rank=rank) for rank in (0, 1)])) == []
 
 
-@pytest.mark.parametrize(("left", "right"), [("plain", "fsdp1"), ("plain", "fsdp2")])
+SAME = (
+    ("plain", "fsdp1"),
+    ("plain", "fsdp2"),
+    ("fsdp1", "fsdp2"),
+    ("plain-adam", "fsdp1-adam"),
+    ("plain-adam", "fsdp2-adam"),
+)
+
+
+@pytest.mark.parametrize(("left", "right"), SAME)
 def test_right_runs_are_identical(folder, left, right):
     found = opdrift.diff(folder / left, folder / right)
 

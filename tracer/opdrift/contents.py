@@ -227,20 +227,55 @@ class Contents:
         found = np.zeros(len(values.storage), np.uint64)
         known = np.flatnonzero(values.fingerprint >= 0)
         found[known] = mix(self._digest(known), layouts.dtype[known])
-        base = np.where(self.states.of >= 0, self.states.base[self.states.of], -1)
-        rest = np.flatnonzero((values.fingerprint < 0) & (base >= 0))
-        same = self._same_order(base[rest], rest)
-        found[rest[same]] = mix(self._digest(base[rest[same]]), layouts.dtype[rest[same]])
-        rest = rest[~same]
-        covered = rest[self._covers(base[rest], rest)]
-        inside = base[covered]
-        shift = (values.offset[covered] - values.offset[inside]).astype(np.uint64)
-        where = mix(mix(layouts.geometry[inside], layouts.geometry[covered]), shift)
-        found[covered] = mix(self._digest(inside), where)
+        rest, base = self._without_digest
+        same = self._same_order(base, rest)
+        found[rest[same]] = mix(self._digest(base[same]), layouts.dtype[rest[same]])
+        covered, whole = self._covered
+        found[covered] = self._placed(whole, covered)
         self._piecewise(found)
         found[self._workspaces()] = 0
         found[self._unseen_arrivals()] = 0
         return found
+
+    def _placed(self, base: Ints, inside: Ints) -> Words:
+        """Words for parts: the content of the whole, and where a part lies in it."""
+        geometry, offset = self.layouts.geometry, self.trace.values.offset
+        shift = (offset[inside] - offset[base]).astype(np.uint64)
+        where = mix(mix(geometry[base], geometry[inside]), shift)
+        return mix(self._digest(base), where)
+
+    @cached_property
+    def _without_digest(self) -> tuple[Ints, Ints]:
+        """Values without a fingerprint in states that have one, and the largest value there that has."""
+        base = np.where(self.states.of >= 0, self.states.base[self.states.of], -1)
+        rest = np.flatnonzero((self.trace.values.fingerprint < 0) & (base >= 0))
+        return rest, base[rest]
+
+    @cached_property
+    def _covered(self) -> tuple[Ints, Ints]:
+        """Of those the ones that are a part of that value, in whatever order, and that value."""
+        rest, base = self._without_digest
+        chosen = ~self._same_order(base, rest) & self._covers(base, rest)
+        return rest[chosen], base[chosen]
+
+    @cached_property
+    def _seen_alone(self) -> tuple[Ints, Ints]:
+        """Of these the ones of which the same part of the same content has a fingerprint elsewhere, and that value.
+
+        A parameter that is gathered with its padding is named, and so read by itself, where its content is new.
+        """
+        known = np.flatnonzero((self.trace.values.fingerprint >= 0) & (self.states.of >= 0))
+        base = self.states.base[self.states.of[known]]
+        inside = (base != known) & self._covers(base, known)
+        known, base = known[inside], base[inside]
+        covered, whole = self._covered
+        if not len(known) or not len(covered):
+            return covered[:0], known[:0]
+        words, first = np.unique(self._placed(base, known), return_index=True)
+        wanted = self._placed(whole, covered)
+        place = np.minimum(np.searchsorted(words, wanted), len(words) - 1)
+        same = words[place] == wanted
+        return covered[same], known[first[place[same]]]
 
     def _unseen_arrivals(self) -> Ints:
         """Results that came after their op had returned, and of which only parts were read since, if anything."""
@@ -265,21 +300,46 @@ class Contents:
     @cached_property
     def by_lineage(self) -> Words:
         """Content words from digests and the view ops that followed; 0 where nothing is known."""
-        values, parent = self.trace.values, self.view_parent
-        found = self.by_place.copy()
-        open_ = (values.fingerprint < 0) & (parent >= 0)
+        return self._followed(self.by_place, self.trace.values.fingerprint < 0)
+
+    @cached_property
+    def by_part(self) -> Words:
+        """As `by_lineage` where it says more: parts that were seen by themselves elsewhere, views that have a digest.
+
+        The other run may know the same view by the op that made it alone.
+        """
+        parts, alike = self._seen_alone
+        parent, printed = self.view_parent, self.trace.values.fingerprint >= 0
+        views = np.flatnonzero(printed & (parent >= 0))
+        if not len(parts) and not len(views):
+            return self.by_lineage
+        words, open_ = self.by_place.copy(), ~printed
+        words[parts] = mix(self._digest(alike), self.layouts.dtype[parts])
+        open_[parts] = False
+        found = self._followed(words, open_)
+        views = views[self.by_lineage[parent[views]] != 0]
+        found[views] = mix(self.by_lineage[parent[views]], self._view(views))
+        return found
+
+    def _followed(self, words: Words, open_: Flags) -> Words:
+        """Words of open values that are views: those of what they were taken of, and how."""
+        parent = self.view_parent
+        found = words.copy()
+        open_ = open_ & (parent >= 0)
         found[open_] = 0
         rest = np.flatnonzero(open_)
         for _ in range(_DEEPEST_VIEW):
             ready = rest[found[parent[rest]] != 0]
             if not len(ready):
                 break
-            how = mix(
-                self.tokens.full[self.producer[ready]], self.output_slot[ready].astype(np.uint64)
-            )
-            found[ready] = mix(found[parent[ready]], how)
+            found[ready] = mix(found[parent[ready]], self._view(ready))
             rest = rest[found[rest] == 0]
         return found
+
+    def _view(self, values: Ints) -> Words:
+        """Which view of what it was taken of each value is."""
+        slot = self.output_slot[values].astype(np.uint64)
+        return mix(self.tokens.full[self.producer[values]], slot)
 
     @cached_property
     def whole(self) -> Flags:

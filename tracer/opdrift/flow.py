@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from opdrift.contents import Contents
+from opdrift.contents import Contents, Flags
 from opdrift.tokens import base
 from opdrift.tracefile.columns import Ints
 
@@ -149,10 +149,18 @@ class Ancestry:
     cut_short: bool = False
 
 
-def ancestry(contents: Contents, value: int, counterpart: Ints) -> Ancestry:
+def ancestry(
+    contents: Contents, value: int, counterpart: Ints, agreed: Flags | None = None
+) -> Ancestry:
     """Walk back from a value to leaves, and to ops whose `counterpart` (an op index, else -1) is known.
 
     Views are passed through, with or without a counterpart: what counts is what they were taken of.
+
+    Args:
+        contents: The side's.
+        value: Where to start.
+        counterpart: Per op.
+        agreed: Per state, whether the other run is known to have had the same: no further back is of interest.
     """
     trace = contents.trace
     inputs = trace.ops.inputs
@@ -163,7 +171,8 @@ def ancestry(contents: Contents, value: int, counterpart: Ints) -> Ancestry:
         current = stack.pop()
         op = int(contents.maker[current])
         view = op >= 0 and bool(contents.tokens.view[op])
-        if op < 0 or (counterpart[op] >= 0 and not view):
+        same = agreed is not None and current != value and agreed[contents.states.of[current]]
+        if op < 0 or (counterpart[op] >= 0 and not view) or same:
             boundary[current] = None
             continue
         if op in ops:

@@ -65,9 +65,10 @@ class Compared:
         a, b = self.left, self.right
         place = a.by_place[left], b.by_place[right]
         lineage = a.by_lineage[left], b.by_lineage[right]
-        equal = ((place[0] == place[1]) & (place[0] != 0)) | (
-            (lineage[0] == lineage[1]) & (lineage[0] != 0)
-        )
+        part = a.by_part[left], b.by_part[right]
+        equal = np.zeros(len(left), np.bool_)
+        for one, other in (place, lineage, part):
+            equal |= (one == other) & (one != 0)
         blank = ((place[0] == 0) & (lineage[0] == 0)) | ((place[1] == 0) & (lineage[1] == 0))
         blank |= a.tells_nothing(b, left, right)
         return np.where(equal, EQUAL, np.where(blank, UNKNOWN, DIFFERENT)).astype(np.int8)
@@ -220,6 +221,18 @@ class Compared:
                 if maker >= 0 and row_of[maker] >= 0:
                     found.add(int(row_of[maker]))
         return found
+
+    @cached_property
+    def agreed(self) -> tuple[Flags, Flags]:
+        """Per state of each run, whether an op read all of it as its counterpart read the same contents."""
+        equal = self.inputs.status == EQUAL
+        found = []
+        for contents, values in ((self.left, self.inputs.left), (self.right, self.inputs.right)):
+            states, read = contents.states, values[equal]
+            flags = np.zeros(len(states.writer), np.bool_)
+            flags[states.of[read[contents.whole[read]]]] = True
+            found.append(flags)
+        return found[0], found[1]
 
     def inputs_of(self, row: int) -> list[int]:
         """Rows of `inputs` of a pair."""

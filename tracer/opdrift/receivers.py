@@ -13,6 +13,7 @@ from opdrift.case import Case
 from opdrift.pairs import Slots
 from opdrift.records import Amplifier, Sides
 from opdrift.sizes import measure
+from opdrift.tokens import base
 from opdrift.tracefile.columns import Ints
 
 #: Receivers whose sizes are looked at one by one; of more, an even choice.
@@ -22,6 +23,10 @@ _RECENT: Final = 8
 _JUMPS: Final = 32
 #: No op has a cap below this: what stays within it needs no closer look.
 _SMALLEST_CAP: Final = 4.0
+#: Ops that put many tensors into one, or take one apart: a part may differ by far more than the whole.
+_PUT_TOGETHER: Final = frozenset(
+    ["split_with_sizes_copy", "chunk_cat", "all_gather_copy_in", "_allgather_base_", "allgather_"]
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +111,10 @@ class _Reader:
         after = max((size for _, size in sizes), default=None)
         if before is None or after is None or not 0 < before < math.inf:
             return Received(row, before, after)
-        is_region = int(self._case.pairing.left[row]) in self._case.left.regions.at
-        if after <= _SMALLEST_CAP * before or is_region:  # a region is judged at its boundary
+        op = int(self._case.pairing.left[row])
+        # a region is judged at its boundary; what is put together or taken apart differs by what each part does
+        other = op in self._case.left.regions.at or base(self._case.left.name(op)) in _PUT_TOGETHER
+        if after <= _SMALLEST_CAP * before or other:
             return Received(row, before, after)
         return self._judged(row, before, sizes)
 

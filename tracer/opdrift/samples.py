@@ -418,6 +418,11 @@ class SampleContents(Contents):
         """Words for what values show of what was recorded in their storages."""
         return self.one.places.views
 
+    @property
+    def by_part(self) -> Words:
+        """Nothing more than `by_lineage` tells."""
+        return self.by_lineage
+
     @cached_property
     def root(self) -> Ints:
         """What each value is a view or a copy of: batches of other sizes are laid out by other views and copies."""

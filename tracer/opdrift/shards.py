@@ -10,10 +10,40 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
+
 from opdrift.tracefile.reader import Trace
 
 #: Marks that say how parameters are sharded.
 GATHERS: Final = frozenset({"gather", "use"})
+#: Parts go in and wholes come out, or a buffer of which only this rank's slice is written.
+_GATHERING: Final = frozenset(
+    [
+        "all_gather",
+        "all_gather_copy_in",
+        "all_gather_into_tensor",
+        "all_gather_into_tensor_coalesced",
+        "all_gather_into_tensor_out",
+        "all_reduce",
+        "_allgather_base_",
+        "allgather_",
+        "allgather_coalesced_",
+        "allgather_into_tensor_coalesced_",
+    ]
+)
+#: Wholes go in and parts come out.
+_SCATTERING: Final = frozenset(
+    [
+        "_reduce_scatter_base_",
+        "reduce_scatter_",
+        "reduce_scatter_tensor",
+        "reduce_scatter_tensor_coalesced",
+        "reduce_scatter_tensor_coalesced_",
+    ]
+)
+#: What is written at the end of a step may have been read at its beginning.
+_PASSES: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +86,32 @@ def differently_sharded(left: Trace, right: Trace) -> frozenset[str]:
     """Names whose tensors are parts in one run, and whole or other parts in the other."""
     a, b = sharding(left), sharding(right)
     return frozenset(name for name in a.keys() | b.keys() if a.get(name) != b.get(name))
+
+
+def ops_on_parts(trace: Trace) -> npt.NDArray[np.bool_]:
+    """Which ops read or make this rank's parts of parameters and gradients: gathers, an optimizer, a norm of gradients.
+
+    Everything is a part that is in the memory of a shard, that a reduce_scatter brings, or that is made of parts,
+    until it is gathered.
+    """
+    ops, storage = trace.ops, trace.values.storage
+    found = np.zeros(len(ops), np.bool_)
+    signatures = np.unique(ops.signature).tolist()
+    base = {s: trace.op_info(s).name.split(".")[1] for s in signatures}
+    gathers = {s for s, name in base.items() if name in _GATHERING}
+    scatters = {s for s, name in base.items() if name in _SCATTERING}
+    parts = {int(storage[leaf.value]) for leaf in trace.leaves if leaf.kind == "shard"}
+    for _ in range(_PASSES):
+        known = len(parts)
+        for op, signature in enumerate(ops.signature.tolist()):
+            scatter = signature in scatters
+            if scatter or not parts.isdisjoint(storage[ops.inputs[op]].tolist()):
+                found[op] = True
+                if scatter or signature not in gathers:
+                    parts.update(storage[ops.outputs[op]].tolist())
+        if len(parts) == known:
+            break
+    return found
 
 
 def names_of(fields: Mapping[str, Any]) -> list[str]:

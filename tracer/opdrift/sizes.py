@@ -78,7 +78,7 @@ def size_of(case: Case, origin: Origin, tolerance: Tolerance | None) -> Size:
     if origin.story in _MATERIAL:
         bound = _bound(case, origin) if origin.story in ("settings", "amplified") else None
         return Size(found, bound, bound.loose if bound else None, material=True)
-    if origin.story == "region":
+    if origin.story in ("region", "gathered"):
         return _region_size(case, origin, found)
     return _op_size(case, origin, found)
 

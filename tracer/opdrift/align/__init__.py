@@ -11,6 +11,7 @@ from opdrift.align.ops import Pairs, across_scopes, within_scopes
 from opdrift.align.tree import CallTree
 from opdrift.align.unrelated import drop_unrelated
 from opdrift.contents import Contents
+from opdrift.shards import differently_sharded, ops_on_parts
 from opdrift.tokens import mix
 from opdrift.tracefile.columns import Ints
 
@@ -104,6 +105,7 @@ def _align(left: Contents, right: Contents, maps: list[tuple[str, str]]) -> Pair
     within_scopes(pairs, (trees[0].home, trees[1].home), calls)
     across_scopes(pairs)
     drop_unrelated(pairs)
+    _apart(pairs)
     reason = None
     if pairs.cut_short:
         rows, columns = pairs.cut_short
@@ -122,3 +124,16 @@ def _align(left: Contents, right: Contents, maps: list[tuple[str, str]]) -> Pair
         "; ".join(method),
         reason,
     )
+
+
+def _apart(pairs: Pairs) -> None:
+    """Drop the pairs of ops on parts of parameters, where the runs are sharded in different ways.
+
+    A part may have the shape of another parameter, or of another part; what comes of it is compared once it is gathered.
+    """
+    if not differently_sharded(pairs.left.trace, pairs.right.trace):
+        return
+    left, right = ops_on_parts(pairs.left.trace), ops_on_parts(pairs.right.trace)
+    paired = np.flatnonzero(pairs.right_of >= 0)
+    for op in paired[left[paired] | right[pairs.right_of[paired]]].tolist():
+        pairs.drop(op)

@@ -29,6 +29,7 @@ from opdrift.causes import (
     precision,
     quantisation,
     randomness,
+    sharded,
     structure,
     unseen,
 )
@@ -47,6 +48,7 @@ CAUSES: Final[dict[str, Callable[[Evidence], Cause | None]]] = {
     "uninitialised": memory.uninitialised,
     "unseen-kernel": memory.unseen_kernel,
     "moved": moved.moved,
+    "race-gathered": moved.gathered,
     "race-in-flight": inflight.read_in_flight,
     "race": memory.race,
     "fsdp-gather": structure.fsdp_gather,
@@ -87,6 +89,7 @@ CAUSES: Final[dict[str, Callable[[Evidence], Cause | None]]] = {
     "kernel": kernels.kernel,
     "environment": environment.environment,
     "weights-kept": structure.stale_copy,
+    "structure-gathered": sharded.gathered_otherwise,
     "structure": structure.structure,
 }
 

@@ -5,20 +5,31 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from opdrift.case import Case
+from opdrift.case import Case, Side
 from opdrift.causes.evidence import Evidence
 from opdrift.gathers import gather_findings
 from opdrift.moves import moves
 from opdrift.records import Cause, Finding
+from opdrift.shards import names_of
 from opdrift.steps import Steps
 from opdrift.tracefile.reader import Trace
 
 
 def moved(e: Evidence) -> Cause | None:
-    """What one run alone shows to be wrong with the moves and gathers of the weight that differs here."""
-    if not e.size.material:
-        return None
-    found, shards = e.shared.once(_found), e.shared.once(_shards)
+    """What one run alone shows to be wrong with the moves of the weight that differs here."""
+    return _told(e, e.shared.once(_moves)) if e.size.material else None
+
+
+def gathered(e: Evidence) -> Cause | None:
+    """The same of its gathers, and of the shard that this rank gave to them."""
+    return _told(e, e.shared.once(_gathers)) if e.size.material else None
+
+
+Found = tuple[tuple[Finding, ...], tuple[Finding, ...]]
+
+
+def _told(e: Evidence, found: Found) -> Cause | None:
+    shards = e.shared.once(_shards)
     values = (e.origin.values.left, e.origin.values.right)
     readers = (e.consumer().left, e.consumer().right)
     names = set(e.origin.names)
@@ -29,7 +40,7 @@ def moved(e: Evidence) -> Cause | None:
     each_side = zip(e.sides, found, shards, readers, strict=True)
     for (label, side, op), findings, of_storage, reader in each_side:
         at = op if op is not None else reader
-        before = None if at is None else side.seq(at)
+        before = None if at is None else _told_by(side, at, of_storage)
         if at is not None:  # what is sent to be gathered has the names of its parameters
             read = side.trace.values.storage[side.trace.ops.inputs[at]].tolist()
             names.update(name for storage in read for name in of_storage.get(storage, ()))
@@ -40,17 +51,29 @@ def moved(e: Evidence) -> Cause | None:
     return replace(finding.cause, summary=f"in the {label} run, {finding.cause.summary}")
 
 
+def _told_by(side: Side, op: int, shards: Mapping[int, set[str]]) -> int:
+    """The number of the op until which marks tell what an op was given: of a shard, until its gather is there."""
+    seq = side.seq(op)
+    read = side.trace.values.storage[side.trace.ops.inputs[op]].tolist()
+    names = {name for storage in read for name in shards.get(storage, ())}
+    for mark in side.trace.marks if names else ():
+        if mark.kind == "gather" and mark.seq >= seq and names & set(names_of(mark.fields)):
+            return mark.seq
+    return seq
+
+
 def _is_before(finding: Finding, seq: int | None) -> bool:
     return seq is None or finding.seq is None or finding.seq <= seq
 
 
-def _found(case: Case) -> tuple[tuple[Finding, ...], tuple[Finding, ...]]:
+def _moves(case: Case) -> Found:
     left, right = case.left.trace, case.right.trace
-    return _wrong_in(left), _wrong_in(right)
+    return tuple(moves(left, Steps(left).at)), tuple(moves(right, Steps(right).at))
 
 
-def _wrong_in(trace: Trace) -> tuple[Finding, ...]:
-    return (*moves(trace, Steps(trace).at), *gather_findings([trace], each=True))
+def _gathers(case: Case) -> Found:
+    left, right = ([trace] for trace in (case.left.trace, case.right.trace))
+    return tuple(gather_findings(left, each=True)), tuple(gather_findings(right, each=True))
 
 
 def _shards(case: Case) -> tuple[Mapping[int, set[str]], Mapping[int, set[str]]]:

@@ -40,14 +40,21 @@ def of_ranks(
         told[rank], first = _attributed(rank, one, exchanges)
         if first is not None:
             handed[rank] = first
+    own = {r: one.first for r, one in told.items() if one.first is not None and r not in handed}
+    for rank, first_of_rank in own.items():
+        got = exchanges.from_wrong(rank, first_of_rank, own)
+        if got is not None and _may_be_handed(first_of_rank):
+            told[rank], handed[rank] = _received_first(told[rank], got), got
 
-    def place(rank: int) -> tuple[int, bool, int, int, float, int]:
+    def place(rank: int) -> tuple[int, bool, int, int, bool, float, int]:
         one = told[rank]
         first = one.first
         seq = first.seq.left if first is not None and first.seq.left is not None else float("inf")
         before = exchanges.before(rank, first) if first is not None else 0
         leaf = 0 if first is not None and first.kind == "leaf" else 1
-        return _WEIGHT[one.verdict], rank in handed, before, leaf, seq, rank
+        # of two ranks at one place, the one that shows what was done
+        vague = first is not None and first.cause.slug == "structure"
+        return _WEIGHT[one.verdict], rank in handed, before, leaf, vague, seq, rank
 
     best = min(told, key=place)
     if failed and told[best].verdict == "identical":
@@ -93,6 +100,15 @@ def _attributed(
     return changed, next(got for got in received if got) if first.cause.slug == SLUG else None
 
 
+def _received_first(one: Diagnosis, got: Received) -> Diagnosis:
+    """A rank's diagnosis whose first difference another rank handed on, in a run that alone has collectives."""
+    assert one.first is not None
+    first = _handed_on(one.first, got)
+    origins = tuple(first if origin is one.first else origin for origin in one.origins)
+    causes = tuple(dict.fromkeys([first.cause, *(o.cause for o in origins)]))
+    return replace(one, first=first, origins=origins, causes=causes)
+
+
 def _may_be_handed(origin: Divergence) -> bool:
     """Whether what differs at an origin may have come through a collective: it is no leaf, nor seen to begin there."""
     return origin.kind == "op" or (origin.kind != "leaf" and origin.inputs_match is not True)
@@ -101,14 +117,18 @@ def _may_be_handed(origin: Divergence) -> bool:
 def _handed_on(origin: Divergence, got: Received | Gathered) -> Divergence:
     if isinstance(got, Gathered):
         return replace(origin, cause=_in_a_gather(got))
+    gave = (
+        f"this rank gave the same to {got.place} (op {got.seq}) in both runs; {listed(got.givers)} did not"
+        if got.seen
+        else f"what {listed(got.givers)} gave to {got.place} (op {got.seq} here) is made of what differs there; the other"
+        " run has no such collective"
+    )
+    carried = [f"it carries {got.carried}"] if got.carried else []
     cause = Cause(
         SLUG,
-        "certain",
+        "certain" if got.seen else "likely",
         f"{got.place} hands on what differs on {listed(got.givers)}",
-        (
-            f"this rank gave the same to {got.place} (op {got.seq}) in both runs; {listed(got.givers)} did not",
-            "a collective's inputs are those of all its ranks",
-        ),
+        (gave, *carried, "a collective's inputs are those of all its ranks"),
         f"Look at {listed(got.givers)}: diff-trace LEFT RIGHT --rank {got.givers[0]}",
     )
     return replace(origin, cause=cause, inputs_match=False)
@@ -136,7 +156,8 @@ def _said(
         origin = [r for r in ranks if told[r].verdict != "identical" and r not in handed]
         by_place: dict[str, list[int]] = {}
         for rank, got in sorted(handed.items()):
-            by_place.setdefault(got.place, []).append(rank)
+            carried = f" ({got.carried})" if isinstance(got, Received) and got.carried else ""
+            by_place.setdefault(f"{got.place}{carried}", []).append(rank)
         receivers = [
             f"{listed(got)} {'receives' if len(got) == 1 else 'receive'} it through {place}"
             for place, got in by_place.items()

@@ -11,7 +11,7 @@ from opdrift.records import ArgumentDifference, DivergenceKind, Leaf, Sides
 #: "leaf": a leaf differs. "op": equal inputs, other outputs. "factory": a constant made by the program differs.
 #: "hidden-write": a leaf's content changed without an op. "written": an op wrote into a tensor that the
 #: other run left alone. "placed": the same op wrote the same content, but elsewhere in a larger tensor. "other-source": the runs read different tensors that both have. "region": one run
-#: has ops between that the other has not. "settings": inputs differ already, and so do the arguments.
+#: has ops between that the other has not. "gathered": the same of a parameter that is gathered from shards. "settings": inputs differ already, and so do the arguments.
 #: "nonfinite": NaN or infinite values appear although none came in. "amplified": the output differs by
 #: more than the inputs explain. "padding": of one sample a view takes what is valid in one run, and padding in the
 #: other. "cancelled": the inputs differ by more than rounding, and what comes of them does not. "compiled": what a
@@ -25,6 +25,7 @@ Story = Literal[
     "placed",
     "other-source",
     "region",
+    "gathered",
     "settings",
     "nonfinite",
     "amplified",

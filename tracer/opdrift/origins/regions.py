@@ -43,10 +43,11 @@ class Region:
         return not self.ops.left and not self.ops.right
 
 
-def region_of(case: Case, left: int, right: int) -> Region:
-    """The region behind two values that no one pair made."""
-    a = ancestry(case.left.contents, left, case.pairing.right_of)
-    b = ancestry(case.right.contents, right, case.pairing.left_of)
+def region_of(case: Case, left: int, right: int, *, since_agreed: bool = False) -> Region:
+    """The region behind two values that no one pair made; `since_agreed` ends it where both last read the same."""
+    agreed = case.compared.agreed if since_agreed else (None, None)
+    a = ancestry(case.left.contents, left, case.pairing.right_of, agreed[0])
+    b = ancestry(case.right.contents, right, case.pairing.left_of, agreed[1])
     return Region(Sides(a.ops, b.ops), Sides(a.boundary, b.boundary))
 
 

@@ -281,10 +281,11 @@ class SlotJudge:
             return True
         if self._writers(self._states(*pair)) == (-1, -1) and self._equal(*pair):
             return True  # a tensor from before the run, whatever it is called
-        names = (
-            {leaf.name for leaf in case.left.leaves.of(pair[0])},
-            {leaf.name for leaf in case.right.leaves.of(pair[1])},
-        )
+        # what was gathered has the name of its parameter, whatever an optimizer had made of it until then
+        names = [
+            {leaf.name for leaf in side.leaves.of(value) if leaf.when != "gather"}
+            for side, value in zip((case.left, case.right), pair, strict=True)
+        ]
         return bool((names[0] & names[1]) - {""})
 
     def _write_origin(
@@ -324,7 +325,9 @@ class SlotJudge:
     def _region(self, left: int, right: int, seen: _Seen) -> Origin | None:
         """The runs made the values in different ways."""
         case = self._case
-        region = unseen_results(case, region_of(case, left, right), left, right)
+        gathered = self._gathered(left, right)
+        behind = region_of(case, left, right, since_agreed=gathered is not None)
+        region = unseen_results(case, behind, left, right)
         if self._ops.left.intersection(region.ops.left) or self._ops.right.intersection(
             region.ops.right
         ):
@@ -338,6 +341,10 @@ class SlotJudge:
             if self._differed_before(left, right, limit):
                 return None
             return self._origin("structure", "other-source", left, right, seen, region=region)
+        if gathered is not None:
+            return self._origin(
+                "structure", "gathered", left, right, seen, leaf=gathered, region=region
+            )
         nonfinite = case.left.nonfinite(left) != case.right.nonfinite(right)
         stands = representative(case, region, seen.consumer, nonfinite=nonfinite)
         found = self._origin("structure", "region", left, right, seen, region=region, op=stands)
@@ -345,6 +352,24 @@ class SlotJudge:
         shown = stands.left is not None and is_sum(case.left, stands.left)
         other = stands.right is not None and is_sum(case.right, stands.right)
         return replace(found, on_right=stands.left is not None and other and not shown)
+
+    def _gathered(self, left: int, right: int) -> Sides[Leaf | None] | None:
+        """The parameter that both values are, gathered in one run at least and written by other ops in each."""
+        rows = self._parameters(self._case.left, left), self._parameters(self._case.right, right)
+        for name in rows[0]:
+            pair = rows[0][name], rows[1].get(name)
+            if any(leaf is not None and leaf.when == "gather" for leaf in pair) and all(pair):
+                return Sides(*pair)
+        return None
+
+    @staticmethod
+    def _parameters(side: Side, value: int) -> dict[str, Leaf]:
+        """By name the parameters that a value, or what lay in its storage when the run began, was called."""
+        rows = side.leaves.of(value)
+        first = side.leaves.of_storage(value)
+        if not rows and first is not None and first.when != "gather":
+            rows = [first]
+        return {leaf.name: leaf for leaf in rows if leaf.name and leaf.kind == "parameter"}
 
     def _differed_before(self, left: int, right: int, limit: float) -> bool:
         """Whether the same op wrote a part of both, equal on both sides, and the rest is known to differ."""

@@ -11,8 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from opdrift.contents import Contents
+from opdrift.flow import made_from
 from opdrift.records import Divergence, Sides
 from opdrift.tracefile.reader import Trace
+from opdrift.world.carried import in_words, parameters_of
 from opdrift.world.collectives import Meeting, World
 from opdrift.world.handed import given
 from opdrift.world.parts import Parts
@@ -27,14 +30,19 @@ class Received:
     """What a rank was handed by others.
 
     Attributes:
-        meeting: The collective, as in the left run.
-        seq: Its op's number on the rank that got it, in the left run.
+        meeting: The collective, as in the left run; as in the right one where only that has any.
+        seq: Its op's number on the rank that got it, in that run.
         givers: Ranks that gave something else to it than in the other run.
+        carried: What it carries, in words: `gradients of a.weight and 5 more`; empty where nothing tells.
+        seen: Whether both runs have the collective, so that what was given to it is known to differ; else what one rank
+            gave is made of what differs there.
     """
 
     meeting: Meeting
     seq: int
     givers: tuple[int, ...]
+    carried: str = ""
+    seen: bool = True
 
     @property
     def place(self) -> str:
@@ -48,6 +56,7 @@ class Exchanges:
     def __init__(self, left: Mapping[int, Trace], right: Mapping[int, Trace]) -> None:
         self._worlds = Sides(World(left.values()), World(right.values()))
         self.parts = Parts(left, right)
+        self._spread: dict[tuple[int, int, int], set[int]] = {}
 
     def received(self, rank: int, origin: Divergence) -> Received | None:
         """The collective that handed a rank what differs at an op, if others gave something else to it."""
@@ -66,15 +75,72 @@ class Exchanges:
                 r for r in one.members if r != rank and self._gave_another(r, one, other)
             )
             if givers and not self._gave_another(rank, one, other):
-                return Received(one, one.members[rank].seq, givers)
+                return self._received(left, rank, one, givers, seen=True)
         return None
+
+    def from_wrong(
+        self, rank: int, origin: Divergence, others: Mapping[int, Divergence]
+    ) -> Received | None:
+        """The same where one run has no collectives: another rank's own difference goes into one before this rank's.
+
+        Args:
+            rank: The rank.
+            origin: What differs there.
+            others: What differs first on the other ranks.
+        """
+        left, right = self._worlds.left, self._worlds.right
+        if bool(left.meetings) == bool(right.meetings):
+            return None
+        number, world = (0, left) if left.meetings else (1, right)
+        until = (origin.seq.left, origin.seq.right)[number]
+        if until is None or rank not in world.traces:
+            return None
+        before = sorted(
+            (m for m in world.meetings if rank in m.members and m.members[rank].seq < until),
+            key=lambda m: m.members[rank].seq,
+        )
+        for other, first in others.items():
+            start = (first.seq.left, first.seq.right)[number]
+            if other == rank or start is None or other not in world.traces:
+                continue
+            spread = self._made_from(number, other, start)
+            for meeting in before:
+                part = meeting.members.get(other)
+                if part is None or part.index is None or part.seq <= start:
+                    continue
+                if not spread.isdisjoint(world.traces[other].ops.inputs[part.index].tolist()):
+                    return self._received(world, rank, meeting, (other,), seen=False)
+        return None
+
+    def _made_from(self, number: int, rank: int, seq: int) -> set[int]:
+        """Which values of a rank are made of what an op of it returns."""
+        key = number, rank, seq
+        if key not in self._spread:
+            trace = (self._worlds.left, self._worlds.right)[number].traces[rank]
+            index = trace.index_of(seq)
+            made = [] if index is None else trace.ops.outputs[index].tolist()
+            contents = Contents(trace)
+            _, states = made_from(contents, made)
+            flags = np.frombuffer(states, np.uint8)[contents.states.of]
+            self._spread[key] = set(np.flatnonzero(flags).tolist())
+        return self._spread[key]
+
+    def _received(
+        self, world: World, rank: int, meeting: Meeting, givers: tuple[int, ...], *, seen: bool
+    ) -> Received:
+        part = meeting.members[rank]
+        carried = in_words(part, parameters_of(world.traces[rank], part))
+        return Received(meeting, part.seq, givers, carried, seen)
 
     def before(self, rank: int, origin: Divergence) -> int:
         """How many collectives a rank had issued before an op: where it stands among the ops of all ranks."""
         seq = origin.seq.left
         if origin.kind == "leaf" or seq is None:
             return 0
-        return sum(each.seq < seq for each in self._worlds.left.collectives.get(rank, ()))
+        issued = self._worlds.left.collectives.get(rank, ())
+        if not issued:  # a run without ranks: where the other one stands
+            issued, seq = self._worlds.right.collectives.get(rank, ()), origin.seq.right or 0
+        return sum(each.seq < seq for each in issued)
 
     def _gave_another(self, rank: int, one: Meeting, other: Meeting) -> bool:
         """Whether a rank is known to have given other contents in the right run than in the left one."""
