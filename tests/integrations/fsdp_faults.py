@@ -50,6 +50,12 @@ def add(model: nn.Module) -> None:
         local(dict(model.named_parameters())[LATER]).add_(0.5)
 
 
+def exchange(model: nn.Module) -> None:
+    """Put another tensor in the place of a shard: FSDP2 goes on to gather the one that it made."""
+    shard = dict(model.named_parameters())[LATER]._local_tensor
+    shard.data = shard.data * 0.5
+
+
 RUNS = {
     "plain": Run(),
     "plain-adam": Run(optimizer="AdamW"),
@@ -61,6 +67,7 @@ RUNS = {
     "fsdp2-forward": Run(fsdp2, forward=lambda x: x * 1.5),
     "fsdp2-poked": Run(fsdp2, between=lambda model: poke(local(model.layers[1].fc2.weight), 3)),
     "fsdp2-added": Run(fsdp2, between=add),
+    "fsdp2-exchanged": Run(fsdp2, between=exchange),
     "fsdp2-gradients": Run(fsdp2, gradients=double),
 }
 

@@ -108,6 +108,19 @@ def test_a_shard_that_was_changed_shows_against_a_plain_run_at_the_use_of_its_pa
     assert (found.left.rank, first(found)) == (rank, (LATER, FC2, cause))
 
 
+def test_a_shard_that_was_exchanged_is_a_finding_and_the_cause_of_what_differs(folder):
+    """FSDP2 gathers the tensor that it made: what is put in its place never reaches the forward."""
+    name = "fsdp2-exchanged"
+
+    (finding,) = findings([opdrift.load(folder / name, rank=rank) for rank in (0, 1)])
+    cause = opdrift.diff(folder / "fsdp2", folder / name).causes[0]
+
+    assert (finding.name, finding.rank, finding.step) == (LATER, 1, 1)
+    said = f"{LATER}: this rank's shard in the model was exchanged for another tensor, and the old one is gathered"
+    assert (finding.cause.slug, finding.cause.summary) == ("fsdp-gather", said)
+    assert (cause.slug, cause.summary) == ("fsdp-gather", f"in the right run, {said}")
+
+
 #: Runs without a fault that a single run would show.
 RIGHT = ("plain", "fsdp1", "fsdp2", "fsdp1-adam", "fsdp2-adam")
 

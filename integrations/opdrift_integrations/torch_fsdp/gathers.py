@@ -26,6 +26,7 @@ parameter (FSDP2; offsets count from the start of a shard).
 `views`   FSDP1: the module's parameters were made anew as views, `what` "unsharded" or "sharded".
 `shard-changed`  A shard does not hold what it held when last seen, and no op that was recorded wrote it:
           `mismatch` [{parameter, offset, numel, before, found}].
+`shard-exchanged`  FSDP2: the model's tensor of a shard is not the one that is sent: `exchanged` (parameters).
 `buffer-cast`  FSDP1: a buffer was cast for good; as of fairscale.
 """
 
@@ -97,6 +98,8 @@ class Unit:
     wholes: Digests = field(default_factory=list)
     #: Each parameter as it was when the trace was last told its name.
     called: Digests = field(default_factory=list)
+    #: Parameters whose shard in the model is not the one that is sent.
+    exchanged: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         """Cut the buffer."""
@@ -196,6 +199,13 @@ class Follower:
             else:
                 unit.source = cast_digests(self.recorder, memory.shard(unit.mine), dtype)
             unit.cast_from, unit.cast_dtype = held, dtype
+
+    def exchanged(self, unit: Unit, phase: str, names: Sequence[str]) -> None:
+        """Parameters whose shard in the model is another tensor than the one that is sent: each is told once."""
+        new = [name for name in names if name not in unit.exchanged]
+        unit.exchanged = frozenset(names)
+        if new:
+            self.mark("shard-exchanged", unit, phase, exchanged=new)
 
     def stepped(self, unit: Unit, memory: Memory) -> None:
         """An optimizer has made a step: learn what the shard holds now, so that a hidden write shows."""

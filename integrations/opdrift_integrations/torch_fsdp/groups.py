@@ -88,6 +88,7 @@ class GroupWatcher:
         if state is None:
             return
         for unit, params in state.of(group):
+            self._follower.exchanged(unit, phase_of(group), _exchanged(unit, params))
             if state.partly:
                 unit.seen = None  # what was kept after a forward is another tensor each time
             dtype = params[0].param_dtype or params[0]._sharded_param_data.dtype
@@ -180,6 +181,7 @@ class GroupWatcher:
         if state is None or state.fresh or state.partly or not group.is_unsharded:
             return
         for unit, params in state.of(group):
+            self._follower.exchanged(unit, phase_of(group), _exchanged(unit, params))
             memory = self._memory(unit, params)
             # the shards may have been written since; what they were sent as does not tell
             dtype = memory.gathered[0].dtype
@@ -233,6 +235,19 @@ def _rebound(unit: Unit, params: Sequence[Any]) -> list[str]:
             continue
         local = getattr(present, "_local_tensor", present)
         if storage_id(local) != storage_id(param.all_gather_outputs[0]):
+            found.append(part.name)
+    return found
+
+
+def _exchanged(unit: Unit, params: Sequence[Any]) -> list[str]:
+    """Parameters whose tensor between gathers is no longer the one that FSDP sends."""
+    found = []
+    for part, param in zip(unit.buffer.parts, params, strict=True):
+        kept, info = param.sharded_param, param._module_info
+        if param.sharded_state.name == "SHARDED":
+            kept = info.module._parameters.get(info.param_name)
+        local = getattr(kept, "_local_tensor", None)
+        if local is not None and storage_id(local) != storage_id(param._sharded_param_data):
             found.append(part.name)
     return found
 

@@ -19,7 +19,18 @@ Row = Literal["steps", "gathers", "collectives", "compilations", "others"]
 
 #: Marks of integrations about parameters: what became of them.
 _PARAMETERS: Final = frozenset(
-    {"gather", "use", "cast", "move", "reshard", "free", "views", "shard-changed", "buffer-cast"}
+    {
+        "gather",
+        "use",
+        "cast",
+        "move",
+        "reshard",
+        "free",
+        "views",
+        "shard-changed",
+        "shard-exchanged",
+        "buffer-cast",
+    }
 )
 #: Told otherwise: with the ops (`kernels`, `can-use`, `fast-path`), or by slices.
 _ELSEWHERE: Final = frozenset({"step", "kernels", "can-use", "fast-path", "collective", "compile"})

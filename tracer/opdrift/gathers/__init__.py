@@ -6,7 +6,14 @@ from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import Final
 
-from opdrift.gathers.changes import Lost, given_back, rebound, shard_changed, told_once
+from opdrift.gathers.changes import (
+    Lost,
+    given_back,
+    rebound,
+    shard_changed,
+    shard_exchanged,
+    told_once,
+)
 from opdrift.gathers.loading import loaded_on_some, random_parts
 from opdrift.gathers.mismatches import Gathers, Wrong, folded
 from opdrift.records import Finding, Mark
@@ -43,6 +50,8 @@ def gather_findings(traces: Sequence[Trace], *, each: bool = False) -> Iterator[
                 yield from rebound(trace, mark, steps, exchanged)
             elif mark.kind == "shard-changed":
                 yield from shard_changed(trace, mark, steps)
+            elif mark.kind == "shard-exchanged":
+                yield from shard_exchanged(trace, mark, steps)
         yield from folded(wrong)
         yield from (one.finding for one in lost) if each else told_once(lost)
     yield from loaded_on_some(traces)

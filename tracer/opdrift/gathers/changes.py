@@ -109,6 +109,24 @@ def rebound(trace: Trace, mark: Mark, steps: Steps, told: set[str]) -> Iterator[
         yield finding_at("gather", cause, trace, mark, steps, name=names[0])
 
 
+def shard_exchanged(trace: Trace, mark: Mark, steps: Steps) -> Iterator[Finding]:
+    """Parameters whose shard in the model is another tensor than the one that is gathered."""
+    names = [str(name) for name in mark.fields.get("exchanged") or ()]
+    if names:
+        cause = Cause(
+            "fsdp-gather",
+            "certain",
+            f"{some(names)}: this rank's shard in the model was exchanged for another tensor, and the old one is gathered",
+            (
+                f"when buffer {mark.fields.get('buffer')} was sent, the model's tensor lay in other memory",
+                "what was put in its place, and what an optimizer writes into it, never reaches the forward",
+            ),
+            "Write into the shard that is there (parameter.to_local().copy_(x), or load_state_dict); do not assign"
+            " .data, _local_tensor or the module's attribute.",
+        )
+        yield finding_at("gather", cause, trace, mark, steps, name=names[0])
+
+
 def _writers(trace: Trace, name: str, mark: Mark) -> list[Op]:
     """Ops that wrote into a gathered parameter since it was gathered last."""
     rows = [
