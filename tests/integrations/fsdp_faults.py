@@ -68,6 +68,8 @@ RUNS = {
     "fsdp2-poked": Run(fsdp2, between=lambda model: poke(local(model.layers[1].fc2.weight), 3)),
     "fsdp2-added": Run(fsdp2, between=add),
     "fsdp2-exchanged": Run(fsdp2, between=exchange),
+    "fsdp1-alone": Run(fsdp1, record={"integrations": ()}),
+    "fsdp2-alone": Run(fsdp2, record={"integrations": ()}),
     "fsdp2-gradients": Run(fsdp2, gradients=double),
 }
 

@@ -121,6 +121,16 @@ def test_a_shard_that_was_exchanged_is_a_finding_and_the_cause_of_what_differs(f
     assert (cause.slug, cause.summary) == ("fsdp-gather", f"in the right run, {said}")
 
 
+@pytest.mark.parametrize("case", ["fsdp1-alone", "fsdp2-alone"])
+def test_parts_that_no_integration_followed_are_not_held_against_wholes(folder, case):
+    found = opdrift.diff(folder / "plain", folder / case)
+
+    assert (found.verdict, found.first) == ("identical", None)
+    assert any(
+        "the right trace holds only this rank's part of each" in note for note in found.notes
+    )
+
+
 #: Runs without a fault that a single run would show.
 RIGHT = ("plain", "fsdp1", "fsdp2", "fsdp1-adam", "fsdp2-adam")
 

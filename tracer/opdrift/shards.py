@@ -51,7 +51,8 @@ class Sharding:
     """How a name's tensor is kept between gathers.
 
     Attributes:
-        layout: "each" by itself, or "flat": as a stretch of a tensor that holds many.
+        layout: "each" by itself, or "flat": as a stretch of a tensor that holds many; "unknown" where the recorder knew a
+            part when it met it, and no integration followed it.
         ranks: The ranks that hold a part.
         rank: This one's number among them.
         library: Who shards it.
@@ -61,6 +62,9 @@ class Sharding:
     ranks: tuple[int, ...]
     rank: int
     library: str
+
+
+_UNKNOWN: Final = Sharding("unknown", (), 0, "")
 
 
 def sharding(trace: Trace) -> dict[str, Sharding]:
@@ -82,9 +86,26 @@ def sharding(trace: Trace) -> dict[str, Sharding]:
     return found
 
 
+def parts_not_followed(trace: Trace) -> tuple[str, ...]:
+    """Names of parameters that the recorder knew for parts, and of which no mark tells what became of them."""
+    if (trace.header.world_size or 1) < 2:
+        return ()
+    told: set[str] = set()
+    known: dict[str, None] = {}
+    for mark in trace.marks:
+        if mark.kind in GATHERS:
+            told.update(names_of(mark.fields))
+        elif mark.kind == "model":
+            known.update(dict.fromkeys(mark.fields.get("sharded") or ()))
+    return tuple(name for name in known if name not in told)
+
+
 def differently_sharded(left: Trace, right: Trace) -> frozenset[str]:
     """Names whose tensors are parts in one run, and whole or other parts in the other."""
-    a, b = sharding(left), sharding(right)
+    a, b = (
+        {**dict.fromkeys(parts_not_followed(trace), _UNKNOWN), **sharding(trace)}
+        for trace in (left, right)
+    )
     return frozenset(name for name in a.keys() | b.keys() if a.get(name) != b.get(name))
 
 
@@ -100,7 +121,12 @@ def ops_on_parts(trace: Trace) -> npt.NDArray[np.bool_]:
     base = {s: trace.op_info(s).name.split(".")[1] for s in signatures}
     gathers = {s for s, name in base.items() if name in _GATHERING}
     scatters = {s for s, name in base.items() if name in _SCATTERING}
-    parts = {int(storage[leaf.value]) for leaf in trace.leaves if leaf.kind == "shard"}
+    alone = set(parts_not_followed(trace))
+    parts = {
+        int(storage[leaf.value])
+        for leaf in trace.leaves
+        if leaf.kind == "shard" or (leaf.when == "entry" and leaf.name in alone)
+    }
     for _ in range(_PASSES):
         known = len(parts)
         for op, signature in enumerate(ops.signature.tolist()):

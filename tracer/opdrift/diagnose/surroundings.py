@@ -8,10 +8,13 @@ from typing import Any
 import numpy as np
 
 from opdrift.case import Case, Side
+from opdrift.causes.evidence import some
 from opdrift.causes.inputs import equal_samples
 from opdrift.diagnose.batches import uneven_inputs
+from opdrift.origins.leaves import not_followed
 from opdrift.origins.search import Found, random_draws
 from opdrift.records import EnvironmentDifference, Header, Sides, TraceSummary, UnpairedGroup
+from opdrift.shards import parts_not_followed
 from opdrift.sinks import results_of_all
 from opdrift.tracefile.columns import Ints
 from opdrift.tracefile.reader import Trace
@@ -125,6 +128,7 @@ def notes_of(case: Case, found: Found, *, samples: tuple[int, int] | None) -> tu
                 f"opdrift itself failed at {len(trace.footer.failures)} places while recording the {name} run"
             )
         notes += [f"{name}: {sentence}" for sentence in unfollowed([trace])]
+    notes += _of_parts(case)
     if found.unused:
         told = {name for origin in found.origins for name in origin.names}
         names = list(
@@ -139,6 +143,21 @@ def notes_of(case: Case, found: Found, *, samples: tuple[int, int] | None) -> tu
     else:
         notes += _of_other_batches(case)
     return tuple(notes)
+
+
+def _of_parts(case: Case) -> list[str]:
+    """Parameters of which a rank holds a part that no integration followed: they cannot be held against wholes."""
+    apart = not_followed(case)
+    said = []
+    for label, side in (("left", case.left), ("right", case.right)):
+        names = [name for name in parts_not_followed(side.trace) if name in apart]
+        if names:
+            said.append(
+                f"{some(names, 2)}: the {label} trace holds only this rank's part of each, and nothing followed what was"
+                ' gathered: they are not compared. Record with integrations="auto" (torch_fsdp), and look for a mark'
+                " integration-failed in the trace"
+            )
+    return said
 
 
 def _of_other_batches(case: Case) -> list[str]:

@@ -13,6 +13,7 @@ from opdrift.leaves import Use, match_rows
 from opdrift.origins.model import Origin
 from opdrift.pairs import DIFFERENT, EQUAL
 from opdrift.records import Leaf, Sides
+from opdrift.shards import differently_sharded, parts_not_followed
 
 #: Ways in which a parameter may have been made during the run and still count as what the run started from.
 _MADE_BEFORE_USE = frozenset(["drawn", "filled", "copied", "leaf", "uninitialised"])
@@ -26,13 +27,21 @@ def leaf_pairs(case: Case) -> Iterator[tuple[Leaf, Leaf]]:
     A buffer that only one run replaced before its use (by a cast one) is paired with the other's as it is.
     """
     words = case.left.contents.by_place, case.right.contents.by_place
+    apart = not_followed(case)
     for name, rows in case.left.leaves.by_name.items():
         others = case.right.leaves.by_name.get(name)
-        if not others:
+        if not others or name in apart:
             continue
         yield from match_rows(rows, others, words)[0]
         if len(rows) != len(others) and rows[-1].kind == others[-1].kind == "buffer":
             yield rows[-1], others[-1]
+
+
+def not_followed(case: Case) -> frozenset[str]:
+    """Names of parameters that are parts in one run which nothing followed, and something else in the other."""
+    left, right = case.left.trace, case.right.trace
+    alone = {*parts_not_followed(left), *parts_not_followed(right)}
+    return differently_sharded(left, right) & alone if alone else frozenset()
 
 
 def differing(case: Case) -> list[tuple[Leaf, Leaf]]:
