@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from fsdp_world import TOKENS, Net, fsdp1, fsdp2, local, poke
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import opdrift
 
@@ -56,6 +57,7 @@ def exchange(model: nn.Module) -> None:
     shard.data = shard.data * 0.5
 
 
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 RUNS = {
     "plain": Run(),
     "plain-adam": Run(optimizer="AdamW"),
@@ -70,6 +72,7 @@ RUNS = {
     "fsdp2-exchanged": Run(fsdp2, between=exchange),
     "fsdp1-alone": Run(fsdp1, record={"integrations": ()}),
     "fsdp2-alone": Run(fsdp2, record={"integrations": ()}),
+    "fsdp2-bf16": Run(fsdp2, options={"mp_policy": BF16}),
     "fsdp2-gradients": Run(fsdp2, gradients=double),
 }
 

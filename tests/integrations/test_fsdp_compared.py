@@ -131,8 +131,16 @@ def test_parts_that_no_integration_followed_are_not_held_against_wholes(folder, 
     )
 
 
+def test_mixed_precision_over_several_steps_is_the_rounding_of_its_casts(folder):
+    """Parameters that are gathered once more for the backward pass are those that were reported."""
+    found = opdrift.diff(folder / "plain", folder / "fsdp2-bf16")
+
+    assert (found.verdict, first(found)[2]) == ("rounding", "rounding")
+    assert "dtype" in {cause.slug for cause in found.causes}
+
+
 #: Runs without a fault that a single run would show.
-RIGHT = ("plain", "fsdp1", "fsdp2", "fsdp1-adam", "fsdp2-adam")
+RIGHT = ("plain", "fsdp1", "fsdp2", "fsdp1-adam", "fsdp2-adam", "fsdp2-bf16")
 
 
 @pytest.mark.parametrize("case", RIGHT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -24,6 +25,8 @@ class SlotJudge:
         self._case = case
         self._leaf_states: Sides[set[int]] = Sides(set(), set())
         self._ops: Sides[set[int]] = Sides(set(), set())
+        #: Digests of both sides of leaves that were reported.
+        self._leaf_contents: set[tuple[object, object]] = set()
         self._judged: set[tuple[int, int]] = set()
 
     def report(self, origin: Origin) -> None:
@@ -41,6 +44,17 @@ class SlotJudge:
             ):
                 if value is not None:
                     known.add(int(side.contents.states.of[value]))
+            self._leaf_contents.update(self._gathered_contents(origin))
+
+    def _gathered_contents(self, origin: Origin) -> Iterator[tuple[object, object]]:
+        """The digests of both sides of the parameters of an origin that are gathered in one run at least."""
+        for pair in (origin.leaf, *origin.members):
+            if pair.left is None or pair.right is None:
+                continue
+            if "gather" in (pair.left.when, pair.right.when):
+                contents = self._contents_of(self._states(pair.left.value, pair.right.value))
+                if contents is not None:
+                    yield contents
 
     def judge(self, left: int, right: int, row: int, position: int | None) -> Origin | None:
         """The origin behind a value that differs, or None if one that was reported explains it.
@@ -56,6 +70,8 @@ class SlotJudge:
             return None
         self._judged.add(states)
         seen = _Seen(row, position, self._consumer(row))
+        if self._is_reported_again(states):
+            return None
         if self._is_generated(left, right):
             return None  # what generated code made of what it read cannot be seen
         if self._is_changed(left, right):
@@ -81,6 +97,20 @@ class SlotJudge:
 
     def _is_reported(self, states: tuple[int, int]) -> bool:
         return states[0] in self._leaf_states.left or states[1] in self._leaf_states.right
+
+    def _is_reported_again(self, states: tuple[int, int]) -> bool:
+        """Whether both hold what a pair of leaves holds that was reported: gathered once more, for the backward pass."""
+        return self._contents_of(states) in self._leaf_contents
+
+    def _contents_of(self, states: tuple[int, int]) -> tuple[object, object] | None:
+        """The digests of what two states hold; None where one is not known."""
+        keys = []
+        for side, state in zip((self._case.left, self._case.right), states, strict=True):
+            base = int(side.contents.states.base[state])
+            if base < 0:
+                return None
+            keys.append(side.trace.fingerprints.key(int(side.trace.values.fingerprint[base])))
+        return keys[0], keys[1]
 
     def _is_generated(self, left: int, right: int) -> bool:
         """Whether code that torch.compile generated wrote both values."""
