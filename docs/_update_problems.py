@@ -56,6 +56,9 @@ def main() -> int:
     os.environ.update(
         COLUMNS=WIDTH, PYTHONIOENCODING="utf-8", OMP_NUM_THREADS="1", MKL_NUM_THREADS="1"
     )
+    torch.set_num_threads(
+        1
+    )  # it has read the variables already; torchrun gives each of its processes one, too
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     for module in _IMPORTED:
         importlib.import_module(module)
