@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,27 +15,10 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, two_processes: Callable[..., None]) -> Path:
     """All runs of fsdp_faults.py, recorded by two processes."""
     found = tmp_path_factory.mktemp("faults")
-    here = Path(__file__).parent
-    roots = (here.parents[1] / "tracer", here.parents[1] / "integrations")
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(map(str, roots)),
-        "OMP_NUM_THREADS": "1",
-    }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, here / "fsdp_faults.py", str(rank), str(found)], env=environment
-        )
-        for rank in range(2)
-    ]
-    try:
-        assert [rank.wait(300) for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    two_processes("fsdp_faults.py", found)
     return found
 
 

@@ -72,7 +72,12 @@ _A, _B = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 def word(text: str) -> int:
     """A 64-bit name for a text, the same in every process; never 0."""
-    return int.from_bytes(blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little") or 1
+    return (
+        int.from_bytes(
+            blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little"
+        )
+        or 1
+    )
 
 
 def mix(a: Words, b: Words) -> Words:
