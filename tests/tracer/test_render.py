@@ -380,6 +380,28 @@ def test_narrow_tables_never_cut_a_number(case):
             assert f" {words.size(point.relative_difference)}" in narrow
 
 
+@pytest.mark.parametrize("width", [30, 40, 50, 60, 80, 120, None])
+def test_lists_of_ops_name_op_and_module_at_every_width(width):
+    """Where a column would have to go, each entry becomes a line that says all the same."""
+    page = text.render(kernel(), Screen(width))
+
+    lists = " ".join(
+        part.partition("\n\n")[0].replace("\n", " ")
+        for title in ("other independent", "ops that amplify", "ops that only one run has")
+        for part in page.split(title)[1:]
+    )
+    flat = "".join(lists.split())
+    for amplifier in kernel().amplifiers:
+        assert amplifier.op in flat
+        assert words.ratio(amplifier.gain) in flat
+    for group in card.other_origins(kernel()):
+        assert group.op in flat
+        assert str(group.first_seq) in flat
+    for lone in card.lone_ops(kernel()):
+        assert f"{lone.op}" in flat
+        assert lone.place in flat
+
+
 @pytest.mark.parametrize("width", [30, 40, 60, 80, 120, 200, None])
 def test_an_environment_difference_always_shows_both_sides(width):
     """However long the values are and however narrow the screen is: both stand there, whole."""

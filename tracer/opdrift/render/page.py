@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TextIO
 
@@ -181,6 +181,16 @@ class Page:
         whole = indent + sum(_longest(cells, i) + 2 for i in range(len(columns))) - 2
         return self.screen.width is None or whole <= self.screen.width
 
+    def entries(self, columns: Sequence[Column], rows: Sequence[Sequence[str | Text]]) -> None:
+        """A table whose every column counts: where one would have to go, each row becomes a line of text instead."""
+        cells = [[c if isinstance(c, Text) else self.text(c) for c in row] for row in rows]
+        heads = [self.text(column.title) for column in columns]
+        if len(self._fitting(columns, [heads, *cells], 2)) == len(columns):
+            self.table(columns, rows)
+            return
+        for row in cells:
+            self.line(Text(", ").join(_titled(columns, row)), indent=2, hang=2)
+
     def table(
         self, columns: Sequence[Column], rows: Sequence[Sequence[str | Text]], *, indent: int = 2
     ) -> None:
@@ -270,6 +280,14 @@ class Page:
             for line in self._lines:
                 self._console.print(line, soft_wrap=True)
         return capture.get()
+
+
+def _titled(columns: Sequence[Column], row: Sequence[Text]) -> Iterator[Text]:
+    """The cells that say something; a number with its heading, which tells what it counts."""
+    for column, cell in zip(columns, row, strict=True):
+        if cell.plain:
+            number = column.align == "right" and column.title
+            yield Text.assemble(f"{column.title} ", cell) if number else cell
 
 
 def _longest(rows: Sequence[Sequence[Text]], column: int) -> int:

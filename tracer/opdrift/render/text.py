@@ -123,7 +123,7 @@ def _origins(page: Page, diagnosis: Diagnosis) -> None:
         )
         for g in groups[:_ROWS]
     ]
-    page.table(columns, rows)
+    page.entries(columns, rows)
     _rest(page, len(groups))
 
 
@@ -139,7 +139,7 @@ def _ranks(page: Page, diagnosis: Diagnosis) -> None:
     rows = [
         (str(rank), one.verdict, _short_place(one)) for rank, one in sorted(diagnosis.ranks.items())
     ]
-    page.table(
+    page.entries(
         (
             Column("rank", align="right"),
             Column("verdict", keep=8),
@@ -201,7 +201,7 @@ def _amplifiers(page: Page, diagnosis: Diagnosis) -> None:
         )
         for a in found[:_ROWS]
     ]
-    page.table(columns, rows)
+    page.entries(columns, rows)
     _rest(page, len(found))
 
 
@@ -255,7 +255,7 @@ def _unpaired(page: Page, diagnosis: Diagnosis) -> None:
         Column("", align="right", keep=6),
         Column("module", keep=5, shorten=True),
     )
-    page.table(
+    page.entries(
         columns,
         [(g.side, name(g.op), f"x{count(g.number)}", cell(g.place)) for g in groups[:_ROWS]],
     )
