@@ -24,7 +24,8 @@ from torch.utils.checkpoint import checkpoint
 
 import opdrift
 from opdrift.picks import AttentionRegion, Picks, attention_regions
-from opdrift.records import Pick
+from opdrift.picks.quantised import scaled
+from opdrift.records import Pick, TensorMeta
 from opdrift.testing import Builder
 from opdrift.tracefile.reader import Trace
 
@@ -777,3 +778,36 @@ def test_threads_choose_who_computes_a_1x1_convolution_of_a_small_batch(tmp_path
         1: [("ATen", "1x1 kernel and batch 4 < 16 on one thread"), *others],
         2: [("oneDNN", "batch 4 > 1, on 2 threads"), *others],
     }
+
+
+@dataclass
+class Named:
+    """As much of an op as the rule asks for."""
+
+    name: str
+
+
+@pytest.mark.parametrize(
+    ("units", "other", "library"),
+    [
+        ("avx2 avx512_f", "float8_e4m3fn", "MKL"),
+        ("avx2 avx512_f amx_tile amx_int8", "float8_e4m3fn", "oneDNN"),
+        ("avx2 avx512_f amx_tile amx_int8", "float8_e5m2", "MKL"),
+        ("avx2 avx512_f amx_tile amx_int8 amx_fp16", "float8_e5m2", "oneDNN"),
+    ],
+)
+def test_products_of_float8_follow_the_units_of_the_cpu(units: str, other: str, library: str):
+    """Of one type they go to oneDNN with AMX-INT8, of two with AMX-FP16; else they are multiplied as float32."""
+    flags = {"mkldnn.enabled": True, "cpu.units": units}
+    one = TensorMeta((), (), "float32", "cpu")
+    metas = [
+        *(TensorMeta((16, 16), (16, 1), dtype, "cpu") for dtype in ("float8_e4m3fn", other)),
+        one, one,
+    ]  # fmt: skip
+
+    found = scaled(
+        Named("aten._scaled_mm.default"), metas, {}, lambda name, default: flags.get(name, default)
+    )  # type: ignore[arg-type]
+
+    assert found is not None
+    assert found.library == library

@@ -98,7 +98,13 @@ SCATTERING: Final = frozenset(
 #: These are one op for autograd, and made of ops that autocast casts: measured over torch's own samples of ops and
 #: `affine_grid`. A table, since of others (`_safe_softmax`) autocast is off inside where an op of its lists calls them.
 CASTING_INSIDE: Final = frozenset(
-    {"aten::_sparse_addmm", "aten::_trilinear", "aten::affine_grid_generator", "aten::linalg_pinv"}
+    {
+        "aten::_scaled_mm",  # on a CPU without AMX
+        "aten::_sparse_addmm",
+        "aten::_trilinear",
+        "aten::affine_grid_generator",
+        "aten::linalg_pinv",
+    }
 )
 #: Of their tensor arguments these read the layout only.
 LAYOUT_ONLY: Final = frozenset(

@@ -40,10 +40,17 @@ def scaled(
     if len(metas) < 4 or any(0 in m.shape for m in metas):
         return None
     dtype, scales, enabled = metas[0].dtype, metas[2:4], onednn_on(flag)
-    if enabled is None:
+    units = flag("cpu.units", None)
+    if enabled is None or (enabled and not isinstance(units, str)):
         return None
     if not enabled:
         return Pick(f"{op.name}: SGEMM", "MKL", None, f"{dtype} as float32: oneDNN is switched off")
+    needed = "amx_int8" if metas[1].dtype == dtype else "amx_fp16"
+    if needed not in str(units).split():
+        if onednn_takes("float32", flag, "matmul") is not False:
+            return None
+        why = f"{dtype} as float32: this CPU has no {needed}"
+        return Pick(f"{op.name}: SGEMM", "MKL", None, why)
     if any(math.prod(m.shape) > 1 for m in scales):
         if onednn_takes("float32", flag, "matmul") is not False:
             return None  # what it becomes is rounded again, or not, by its size
