@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fnmatch
 import io
 import json
 import math
 import os
 import re
+import subprocess
 from dataclasses import replace
 
 import pytest
@@ -31,7 +33,7 @@ from opdrift.records import (
 from opdrift.render import card, markdown, text, words
 from opdrift.render import json as json_report
 from opdrift.render.growth import stretches
-from opdrift.render.page import Screen
+from opdrift.render.page import Page, Screen
 
 WIDE = Screen(width=100, unicode=True)
 
@@ -413,6 +415,42 @@ def test_an_environment_difference_always_shows_both_sides(width):
     table = page.partition("environment that differs")[2].partition("monday.trace")[0]
     assert (table.count("L"), table.count("R")) == (70, 70 + 1)  # and the R of the variable's name
     assert "(none)" in table
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "new\nline.0",
+        "\x1b[31mred\x07",
+        "it's\t\\ both",
+        "\u202egnp.\u00e9\u2026",
+        "\x01" + "1f",
+        "$HOME `x` \n",
+        "bytes\udcff",
+        "plain name",
+    ],
+)
+def test_a_command_takes_the_argument_that_it_was_printed_with(argument):
+    """What stands under next: is pasted into bash, and means what was meant, in any locale."""
+    page = Page(Screen(80))
+    page.command("", f"printf %s {words.typed(argument)}")
+
+    line = page.render()
+
+    ran = subprocess.run(
+        ["bash", "-c", line.encode()], check=True, capture_output=True, env={"LC_ALL": "C"}
+    )
+    assert line.count("\n") == 1
+    assert ran.stdout == os.fsencode(argument)
+
+
+@pytest.mark.parametrize("name", ["half\ud800", "nul\0[0]", "new\nline"])
+def test_a_pattern_to_type_matches_its_name_and_can_be_typed(name):
+    """What no command line can hold is any character in it."""
+    pattern = words.pattern_of(name)
+
+    assert fnmatch.fnmatchcase(name, pattern)
+    assert b"\0" not in os.fsencode(pattern)
 
 
 def test_the_first_command_to_type_is_labelled_whatever_it_is():

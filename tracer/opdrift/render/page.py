@@ -152,7 +152,10 @@ class Page:
 
     def command(self, before: str, command: str) -> None:
         """A command to type: never wrapped, so that it can be copied whole."""
-        self._lines.append(self.text(before + command, "quiet"))
+        shown = readable(
+            relative(before + command, self.screen.folder)
+        )  # its names stay as they are
+        self._lines.append(Text(shown, style=_STYLES["quiet"]))
 
     def pieces(self, pieces: Iterable[str], tone: str = "plain") -> None:
         """Short pieces beside each other; a line ends between two of them, never within one."""

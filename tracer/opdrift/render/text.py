@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -26,6 +25,7 @@ from opdrift.render.words import (
     scope,
     side,
     size,
+    typed,
 )
 
 _TONES: Final[Mapping[Verdict, str]] = {
@@ -317,11 +317,11 @@ def further(
     commands = list(_shown(diagnosis, shown))
     if diagnosis.alignment.method == ACROSS_RANKS:
         run = Path(diagnosis.left.path).parent
-        return [*commands, f"opdrift show {shlex.quote(str(run))} --findings"]
-    left, right = (shlex.quote(one.path) for one in (diagnosis.left, diagnosis.right))
+        return [*commands, f"opdrift show {typed(str(run))} --findings"]
+    left, right = (typed(one.path) for one in (diagnosis.left, diagnosis.right))
     return [
         *commands,
-        " ".join(["diff-trace", left, right, *map(shlex.quote, options)]) + _SIDES,
+        " ".join(["diff-trace", left, right, *map(typed, options)]) + _SIDES,
     ]
 
 
@@ -332,11 +332,11 @@ def _shown(diagnosis: Diagnosis, shown: Divergence | None) -> Iterator[str]:
     across = diagnosis.alignment.method == ACROSS_RANKS
     sides = ((diagnosis.left, shown.seq.left), (diagnosis.right, shown.seq.right))
     if shown.name is not None and (across or shown.kind in ("leaf", "hidden-write")):
-        leaf = shlex.quote(pattern_of(shown.name))
-        commands = [f"opdrift show {shlex.quote(one.path)} --leaf {leaf}" for one, _ in sides]
+        leaf = typed(pattern_of(shown.name))
+        commands = [f"opdrift show {typed(one.path)} --leaf {leaf}" for one, _ in sides]
     else:
         commands = [
-            f"opdrift show {shlex.quote(one.path)} --op {seq}"
+            f"opdrift show {typed(one.path)} --op {seq}"
             for one, seq in sides
             # a rank that was killed in an op has only announced it
             if seq is not None and (one.complete or seq <= one.ops)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,6 +29,7 @@ from opdrift.render.words import (
     readable,
     scope,
     size,
+    typed,
 )
 from opdrift.tracefile.reader import Trace
 from opdrift.unfollowed import unfollowed
@@ -76,7 +76,7 @@ def overview(
 
 def _further(trace: Trace, path: Path, found: bool) -> Iterator[str]:
     """Commands that look further into a trace: its findings, the module with most ops, a parameter."""
-    shown = f"opdrift show {shlex.quote(str(path))}"
+    shown = f"opdrift show {typed(str(path))}"
     if found:
         yield f"{shown} --findings"
     numbers = np.bincount(trace.ops.call, minlength=len(trace.calls))
@@ -87,10 +87,10 @@ def _further(trace: Trace, path: Path, found: bool) -> Iterator[str]:
     )
     if busy is not None:
         top = _top(busy.path)
-        yield f"{shown} --scope {shlex.quote(pattern_of(top) or cell(top))}"
+        yield f"{shown} --scope {typed(pattern_of(top) or cell(top))}"
     leaf = next((each.name for each in trace.leaves if each.name), None)
     if leaf is not None:
-        yield f"{shown} --leaf {shlex.quote(pattern_of(leaf))}"
+        yield f"{shown} --leaf {typed(pattern_of(leaf))}"
 
 
 def _ending(trace: Trace) -> str:

@@ -6,6 +6,7 @@ import glob
 import math
 import os
 import re
+import shlex
 import unicodedata
 from datetime import datetime, timedelta
 from typing import Final
@@ -19,6 +20,8 @@ _INSTALLED: Final = re.compile(
 #: Unicode categories that can move the cursor, hide text or break a line: controls, formats (bidi
 #: overrides, zero-width), surrogates, private use, unassigned, line and paragraph separators.
 _UNPRINTABLE: Final = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
+#: What no command line can hold; in a pattern, any character stands for it.
+_UNTYPEABLE: Final = re.compile("[\0\ud800-\udfff]")
 
 
 def readable(text: str, *, limit: int | None = None) -> str:
@@ -68,8 +71,25 @@ def name(text: str) -> str:
 
 
 def pattern_of(text: str) -> str:
-    """The glob that matches a name and nothing else, as `--leaf` and `--scope` take it."""
-    return glob.escape(text)
+    """The glob that matches a name, as `--leaf` and `--scope` take it."""
+    return _UNTYPEABLE.sub("?", glob.escape(text))
+
+
+def typed(text: str) -> str:
+    r"""An argument of a command as a shell takes it; of what `readable` escapes, bash's `$'new\nline'`."""
+    if readable(text) == text:
+        return shlex.quote(text)
+    return f"$'{''.join(map(_typed, text))}'"
+
+
+def _typed(character: str) -> str:
+    if character in "\\'":
+        return f"\\{character}"
+    if unicodedata.category(character) not in _UNPRINTABLE:
+        return character
+    # its bytes: what \u means to bash depends on the locale
+    short = {"\n": "\\n", "\t": "\\t", "\r": "\\r"}.get(character)
+    return short or "".join(f"\\x{byte:02x}" for byte in os.fsencode(character))
 
 
 def scope(path: str) -> str:
