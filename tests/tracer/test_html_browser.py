@@ -228,6 +228,40 @@ def test_ops_that_ran_other_kernels_are_marked_and_can_be_filtered(browser, tmp_
     opened.context.close()
 
 
+def test_details_say_where_one_run_gave_no_argument(browser, tmp_path):
+    """An op that only the right run gave an argument, which defaults to another."""
+
+    def gelu(**settings):
+        build = Builder()
+        x = build.leaf("x", kind="input", shape=(4, 8))
+        build.output(build.op("gelu", x, settings=settings, change="*" if settings else ""))
+        return build.build()
+
+    left, right = gelu(), gelu(approximate="tanh")
+    path = tmp_path / "report.html"
+    path.write_text(html.render(opdrift.diff(left, right), Sides(left, right)), encoding="utf-8")
+    opened = Opened(browser, path)
+
+    line = opened.page.locator("#detail tr", has_text="arguments")
+    assert line.locator("td").all_inner_texts() == ["none given", "approximate=tanh"]
+    opened.context.close()
+
+
+def test_escape_does_to_the_filter_what_the_help_says(opened):
+    """The first empties it, the next leaves it."""
+    page = opened.page
+    page.keyboard.press("/")
+    page.keyboard.type("layers.1")
+    page.keyboard.press("Escape")
+    emptied = page.evaluate("[document.activeElement.tagName, document.activeElement.value]")
+    page.keyboard.press("Escape")
+
+    assert emptied == ["INPUT", ""]
+    assert page.evaluate("document.activeElement.tagName") != "INPUT"
+    said = page.locator("#help div", has_text="Esc").locator("dd").text_content()
+    assert said == "empty the filter; once more leaves it"
+
+
 def test_an_address_leads_to_its_op(browser, report):
     """Of the left run, or of the right one where only that has it; an unknown one is no trouble."""
     for address, wanted in (

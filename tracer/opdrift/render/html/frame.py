@@ -31,7 +31,7 @@ _KEYS: Final = (
     ("PageUp / PageDown", "a screenful of ops"),
     ("Enter", "to the details of the chosen op"),
     ("/", "filter by module"),
-    ("Esc", "leave the filter; once more empties it"),
+    ("Esc", "empty the filter; once more leaves it"),
     ("?", "this help"),
 )
 

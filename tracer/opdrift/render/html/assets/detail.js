@@ -20,9 +20,10 @@ function showDetail(rows, row, follow) {
   }
   const body = table.createTBody();
   const both = paired ? [[rows.left, left], [rows.right, right]] : [[side, op]];
-  const put = (label, tell) => {
-    const cells = both.map(([run, index]) => tell(run, index));
-    if (cells.every((cell) => !cell || (Array.isArray(cell) && !cell.length))) return;
+  const put = (label, tell, missing = "") => { // `missing` stands where only the other run has any
+    const found = both.map(([run, index]) => tell(run, index));
+    if (found.every((cell) => !cell || (Array.isArray(cell) && !cell.length))) return;
+    const cells = found.map((cell) => cell || missing);
     const line = body.insertRow();
     const heading = made("th", "", label);
     heading.scope = "row";
@@ -42,7 +43,7 @@ function showDetail(rows, row, follow) {
   put("module", (run, i) => (run.path(i) || "(root)") + (run.call(i) ? `, call ${run.call(i) + 1}` : ""));
   put("source", (run, i) => run.source(i));
   put("ran", (run, i) => run.state(i));
-  put("arguments", (run, i) => run.arguments(i));
+  put("arguments", (run, i) => run.arguments(i), "none given");
   put("output", (run, i) => run.output(i));
   put("inputs", (run, i) => run.inputs(i).map((from) => inputLine(rows, run, from, follow)));
   put("kernel", (run, i) => run.pick(i));
