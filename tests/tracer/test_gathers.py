@@ -237,6 +237,60 @@ def test_what_one_line_does_at_every_step_is_told_once_with_all_its_parameters()
     assert found.cause.evidence[-1] == "the same happens 2 times more, last before op 18"
 
 
+def used(*, write: bool = True, before: bool = False, **use: Any) -> Trace:
+    """A weight that is gathered, perhaps written, used for a second time and given back; `before`: used, then written."""
+    build = Builder()
+    content = np.arange(8, dtype="<f4")
+    weight = build.op("_allgather_base_", build.op("empty", shape=(8,)), content=content)
+    build.name(weight, "layers.0.fc.weight", when="gather")
+    gather(build)
+    use = {"intact": not write, **use}
+    if before:
+        gather(build, kind="use", nth=2, **use)
+    if write:
+        weight = build.op(
+            "clamp_", weight, content=content.clip(0, 1), source=("critic.py", 7, "f")
+        )
+    with build.scope("layers.0"):
+        build.output(build.op("relu", weight, content=content.clip(0, 1) if write else content))
+    if not before:
+        gather(build, kind="use", nth=2, **use)
+    changed = [{"parameter": "layers.0.fc.weight", "written_back": False}] if write else []
+    gather(build, kind="reshard", intact=not write, changed=changed)
+    return build.build()
+
+
+def test_a_use_of_what_an_op_had_changed_is_told_with_the_op_alone():
+    """The finding stands at the op, not where the parameters were given back."""
+    found = only(used(mismatch=[mismatch("layers.0.fc.weight", "??????")]))
+
+    assert (found.op, found.seq) == ("aten.clamp_.default", 3)
+    assert "(op 3, critic.py:7 in f)" in found.cause.evidence[0]
+
+
+@pytest.mark.parametrize(
+    ("before", "name"),
+    [(True, "layers.0.fc.weight"), (False, "layers.0.fc.bias")],
+    ids=["used before the op", "another parameter"],
+)
+def test_a_use_that_the_op_does_not_explain_is_told_beside_it(before, name):
+    found = findings([used(before=before, mismatch=[mismatch(name, "??????")])])
+
+    assert sorted(str(each.op) for each in found) == ["None", "aten.clamp_.default"]
+
+
+def test_two_runs_name_the_op_that_changed_what_was_gathered():
+    """The same finding as of one run, and its advice."""
+    right = used(mismatch=[mismatch("layers.0.fc.weight", "??????")])
+
+    first = opdrift.diff(used(write=False), right).first
+
+    assert first is not None
+    assert first.seq.right == 3
+    assert first.cause.summary == f"in the right run, {only(right).cause.summary}"
+    assert first.cause.try_ == only(right).cause.try_
+
+
 def test_a_change_that_no_op_made_is_a_race_and_its_place_is_found():
     """One element of eight differs; the digests give it away."""
     found = only(given_back(write=False, before=digest("abcdefgh"), found=digest("abcxefgh")))

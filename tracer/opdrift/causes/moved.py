@@ -21,8 +21,26 @@ def moved(e: Evidence) -> Cause | None:
 
 
 def gathered(e: Evidence) -> Cause | None:
-    """The same of its gathers, and of the shard that this rank gave to them."""
-    return _told(e, e.shared.once(_gathers)) if e.size.material else None
+    """The same of its gathers, of the shard that this rank gave to them, and of an op that changed what was gathered."""
+    if not e.size.material:
+        return None
+    return _changed_here(e) or _told(e, e.shared.once(_gathers))
+
+
+def _changed_here(e: Evidence) -> Cause | None:
+    """What is wrong with the gather that an op of the origin writes into, which only one of the runs does."""
+    ops = [{side.seq(op) for op in e.ops_of(n)} for n, (_, side, _) in enumerate(e.sides)]
+    wrong = [
+        (label, finding)
+        for (label, _, _), found, seqs in zip(e.sides, e.shared.once(_told_once), ops, strict=True)
+        for finding in found
+        if finding.op is not None and finding.seq in seqs
+    ]
+    return None if len({label for label, _ in wrong}) != 1 else _in_run(*wrong[0])
+
+
+def _in_run(label: str, finding: Finding) -> Cause:
+    return replace(finding.cause, summary=f"in the {label} run, {finding.cause.summary}")
 
 
 Found = tuple[tuple[Finding, ...], tuple[Finding, ...]]
@@ -47,8 +65,7 @@ def _told(e: Evidence, found: Found) -> Cause | None:
         wrong += [(label, f) for f in findings if f.name in names and _is_before(f, before)]
     if not wrong or len({label for label, _ in wrong}) > 1:
         return None  # it went wrong in both runs: that makes no difference
-    label, finding = wrong[0]
-    return replace(finding.cause, summary=f"in the {label} run, {finding.cause.summary}")
+    return _in_run(*wrong[0])
 
 
 def _told_by(side: Side, op: int, shards: Mapping[int, set[str]]) -> int:
@@ -74,6 +91,11 @@ def _moves(case: Case) -> Found:
 def _gathers(case: Case) -> Found:
     left, right = ([trace] for trace in (case.left.trace, case.right.trace))
     return tuple(gather_findings(left, each=True)), tuple(gather_findings(right, each=True))
+
+
+def _told_once(case: Case) -> Found:
+    """The same, what one line does to many parameters told once."""
+    return tuple(gather_findings([case.left.trace])), tuple(gather_findings([case.right.trace]))
 
 
 def _shards(case: Case) -> tuple[Mapping[int, set[str]], Mapping[int, set[str]]]:

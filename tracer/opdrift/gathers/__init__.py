@@ -13,6 +13,7 @@ from opdrift.gathers.changes import (
     shard_changed,
     shard_exchanged,
     told_once,
+    unexplained,
 )
 from opdrift.gathers.loading import loaded_on_some, random_parts
 from opdrift.gathers.mismatches import Gathers, Wrong, folded
@@ -52,7 +53,7 @@ def gather_findings(traces: Sequence[Trace], *, each: bool = False) -> Iterator[
                 yield from shard_changed(trace, mark, steps)
             elif mark.kind == "shard-exchanged":
                 yield from shard_exchanged(trace, mark, steps)
-        yield from folded(wrong)
+        yield from folded(unexplained(wrong, lost))
         yield from (one.finding for one in lost) if each else told_once(lost)
     yield from loaded_on_some(traces)
 

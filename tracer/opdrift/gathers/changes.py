@@ -10,7 +10,8 @@ from typing import Any, Final
 import numpy as np
 
 from opdrift import tfp1
-from opdrift.gathers.words import LISTED, finding_at, some
+from opdrift.gathers.mismatches import Wrong
+from opdrift.gathers.words import LISTED, finding_at, some, unit_of
 from opdrift.records import Cause, Finding, Mark, Op
 from opdrift.steps import Steps
 from opdrift.tfp1 import Code
@@ -29,12 +30,28 @@ class Lost:
     Attributes:
         name: The parameter.
         by: Which ops changed it, and where in the program; only its name where none did.
-        finding: What is said of it.
+        finding: What is said of it, at the first op that changed it, if any did.
+        unit: What was gathered, and its buffer.
+        written: The number of that op; None where none did.
+        until: The number of the op after which it was given back.
     """
 
     name: str
     by: tuple[tuple[str, str], ...]
     finding: Finding
+    unit: tuple[str, ...]
+    written: int | None
+    until: int
+
+    def explains(self, wrong: Wrong, name: str) -> bool:
+        """Whether a parameter is not as its shard in a use because this op had changed it."""
+        return (
+            wrong.key == self.unit
+            and not wrong.stale
+            and name == self.name
+            and self.written is not None
+            and self.written <= wrong.seq <= self.until
+        )
 
 
 def told_once(lost: Sequence[Lost]) -> Iterator[Finding]:
@@ -51,9 +68,18 @@ def told_once(lost: Sequence[Lost]) -> Iterator[Finding]:
         again = max(names.values()) - 1
         if again:
             times = "once more" if again == 1 else f"{again} times more"
-            line = f"the same happens {times}, last before op {group[-1].finding.seq}"
+            line = f"the same happens {times}, last before op {group[-1].until}"
             cause = replace(cause, evidence=(*cause.evidence, line))
         yield replace(first, cause=cause)
+
+
+def unexplained(wrong: Sequence[Wrong], lost: Sequence[Lost]) -> list[Wrong]:
+    """What is wrong with gathers, without uses of what an op had changed: that is told with the op."""
+    return [
+        each
+        for each in wrong
+        if not each.names or not all(any(one.explains(each, name) for one in lost) for name in each.names)
+    ]  # fmt: skip
 
 
 def given_back(trace: Trace, mark: Mark, steps: Steps) -> Iterator[Lost]:
@@ -88,7 +114,8 @@ def given_back(trace: Trace, mark: Mark, steps: Steps) -> Iterator[Lost]:
         op = ops[0] if ops else None
         places = tuple((each.name, str(each.source)) for each in ops) or ((name, ""),)
         finding = finding_at("gather", cause, trace, mark, steps, name=name, op=op)
-        yield Lost(name, places, finding)
+        written = None if op is None else op.seq
+        yield Lost(name, places, finding, unit_of(mark), written, mark.seq)
 
 
 def rebound(trace: Trace, mark: Mark, steps: Steps, told: set[str]) -> Iterator[Finding]:
@@ -145,13 +172,10 @@ def _writers(trace: Trace, name: str, mark: Mark) -> list[Op]:
 
 def _gathered_at(trace: Trace, mark: Mark) -> int:
     """The op after which what is given back was gathered last."""
-    key = mark.fields.get("unit"), mark.fields.get("buffer")
     seqs = [
         each.seq
         for each in trace.marks
-        if each.kind == "gather"
-        and each.seq <= mark.seq
-        and (each.fields.get("unit"), each.fields.get("buffer")) == key
+        if each.kind == "gather" and each.seq <= mark.seq and unit_of(each) == unit_of(mark)
     ]
     return max(seqs, default=0)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from opdrift import tfp1
-from opdrift.gathers.words import LISTED, finding_at, some, step_of
+from opdrift.gathers.words import LISTED, finding_at, some, step_of, unit_of
 from opdrift.records import Cause, Finding, Mark
 from opdrift.shards import GATHERS, names_of
 from opdrift.steps import Steps
@@ -55,11 +55,15 @@ class Wrong:
         key: What was gathered.
         names: The parameters that are wrong.
         finding: What is said of it.
+        seq: The number of the op after which it was gathered or used.
+        stale: Whether it is what a shard held before.
     """
 
     key: tuple[str, ...]
     names: tuple[str, ...]
     finding: Finding
+    seq: int
+    stale: bool
 
 
 def folded(wrong: Sequence[Wrong]) -> Iterator[Finding]:
@@ -133,8 +137,7 @@ class Gathers:
             return None
         names = list(dict.fromkeys([*names, *theirs])) or names_of(mark.fields)
         finding = _transfer(trace, mark, steps, names, [*lines, *others], stale=stale)
-        key = tuple(str(mark.fields.get(field)) for field in ("unit", "buffer"))
-        return Wrong(key, tuple(names), finding)
+        return Wrong(unit_of(mark), tuple(names), finding, mark.seq, stale)
 
     def _known(self, part: Mapping[str, Any], mark: Mark) -> str | None:
         """Where the content that is there in place of the shard's was seen."""

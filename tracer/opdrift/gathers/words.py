@@ -23,17 +23,22 @@ def finding_at(
     name: str | None,
     op: Op | None = None,
 ) -> Finding:
-    """A finding at a mark; the module is the unit that the mark is about."""
+    """A finding at a mark, or at the op that did it; the module is the unit that the mark is about."""
     return Finding(
         kind,
         cause,
         name,
         None if op is None else op.name,
         str(mark.fields.get("unit") or ""),
-        mark.seq,
+        mark.seq if op is None else op.seq,
         step_of(mark, steps),
         trace.header.rank,
     )
+
+
+def unit_of(mark: Mark) -> tuple[str, ...]:
+    """What a mark of a gather is about: the unit, and its buffer."""
+    return tuple(str(mark.fields.get(field)) for field in ("unit", "buffer"))
 
 
 def step_of(mark: Mark, steps: Steps) -> int | None:
