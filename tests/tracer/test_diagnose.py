@@ -77,6 +77,57 @@ def test_a_run_that_raised_lacks_every_result_it_did_not_come_to():
     assert "the right run ended with ValueError: no such key" in first(found).cause.summary
 
 
+def steps(number: int, *, exception: str | None = None) -> Trace:
+    """So many steps of an optimizer with a state; each gives its state and the weight a new content."""
+    build = Builder(exception=exception)
+    x = build.leaf("x", kind="input")
+    weight = build.leaf("fc.weight", shape=(8, 8))
+    state = build.op("zeros_like", weight)
+    for _ in range(number):
+        with build.scope("fc"):
+            y = build.op("mm", x, weight)
+        build.output(y)
+        state = build.op("lerp_", state, build.op("mm", y, y, shape=(8, 8), phase="backward"))
+        weight = build.op("add_", weight, state)
+    build.alive(state)
+    build.alive(weight)
+    build.name(weight, "fc.weight", when="exit")
+    return build.build()
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_what_a_run_that_raised_did_not_come_to_is_one_difference(swapped: bool):
+    """No op of the other run after that wrote too much, and no weight was changed in it that should not have been."""
+    runs = steps(2), steps(1, exception="ValueError: no such key")
+    found = diff(*(runs[::-1] if swapped else runs))
+
+    assert [origin.kind for origin in found.origins] == ["structure"]
+    name = "left" if swapped else "right"
+    assert f"the {name} run ended with ValueError: no such key" in first(found).cause.summary
+    assert {cause.slug for cause in found.causes} == {"structure"}
+
+
+def test_what_differs_before_a_run_raised_is_still_told():
+    """A weight that was changed before the end is no consequence of it."""
+
+    def run(*, decays: bool, exception: str | None = None) -> Trace:
+        build = Builder(exception=exception)
+        weight = build.leaf("fc.weight", shape=(8, 8))
+        if decays:
+            weight = build.op("mul_", weight, settings={"other": 0.5})
+        build.name(weight, "fc.weight", when="exit")
+        y = build.op("relu", build.leaf("x", kind="input"))
+        if exception is None:
+            build.output(build.op("exp", y))
+        build.alive(y)
+        return build.build()
+
+    found = diff(run(decays=True), run(decays=False, exception="ValueError: no such key"))
+
+    told = {origin.op: origin.cause.summary for origin in found.origins}
+    assert "ended with" not in told["aten.mul_.default"]
+
+
 def test_an_extra_op_on_the_right_does_not_hide_a_later_divergence():
     """An inserted cast shifts positions; the changed matmul is still found."""
     found = diff(trace("mm relu mm"), trace("mm _to_copy relu mm*"))

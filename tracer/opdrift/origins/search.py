@@ -15,6 +15,7 @@ from opdrift.extracalls import extra_calls
 from opdrift.flow import reaching
 from opdrift.origins import leaves as leaf_origins
 from opdrift.origins import single
+from opdrift.origins.ended import early_end
 from opdrift.origins.kinds import draws
 from opdrift.origins.model import Origin
 from opdrift.origins.regions import Region, representative
@@ -291,6 +292,8 @@ def _at_results(
 ) -> Iterator[Origin]:
     """Results that differ though no pair that made them does."""
     known = len(origins)
+    end = early_end(case)
+    explained: list[Origin] = []
     for sink in sinks:
         if sink.left is None or sink.right is None:
             continue
@@ -298,14 +301,22 @@ def _at_results(
         if row >= 0 and case.compared.tainted[row]:
             continue
         found = judge.judge(sink.left, sink.right, -1, None)
-        if found is not None:
+        if found is not None and end is not None and end.explains(found):
+            explained.append(found)
+        elif found is not None:
             known += 1
             yield found
     more = [s for s in sinks if s.kind in ("output", "more") and _is_more(case, s)]
-    if not known and sinks:
+    if more and (known or explained):
+        found = _everything(case, more, in_extra_calls=True)
+        if end is not None and end.explains(found):
+            explained.append(found)
+        else:
+            yield found
+    if end is not None and explained:
+        yield end.origin(explained)
+    elif not known and sinks:
         yield _everything(case, sinks)
-    elif more:
-        yield _everything(case, more, in_extra_calls=True)
 
 
 def _is_more(case: Case, sink: Sink) -> bool:
