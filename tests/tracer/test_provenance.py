@@ -101,6 +101,23 @@ def test_an_updated_weight_is_computed(origin: Asks) -> None:
     assert (found.kind, found.op) == ("computed", "aten.sub_.Tensor")
 
 
+@pytest.mark.parametrize(
+    ("run", "op"),
+    [
+        (lambda: torch.rand(3, 4) @ torch.rand(4, 2), "aten.mm.default"),
+        (lambda: torch.addmm(torch.zeros(2), torch.rand(3, 4), torch.rand(4, 2)), "aten.addmm.default"),
+        (lambda: nn.Embedding(5, 4)(torch.tensor([[0, 1]])).mean(1).detach(), "aten.mean.dim"),
+        (lambda: torch.rand(4).add_(torch.rand(3, 4).sum(0), alpha=-0.1), "aten.add_.Tensor"),
+    ],
+)  # fmt: skip
+def test_what_a_network_makes_of_draws_is_computed(
+    origin: Asks, run: Callable[[], Tensor], op: str
+) -> None:
+    """Where weights and data are drawn within the run, its results and gradients are no draws for that."""
+    found = origin(run)
+    assert (found.kind, found.op, found.chain) == ("computed", op, (op,))
+
+
 # ---- the way back -------------------------------------------------------------------------------------------
 
 

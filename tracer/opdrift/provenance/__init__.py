@@ -15,7 +15,16 @@ from typing import Final, Literal
 
 import numpy as np
 
-from opdrift.provenance.ops import COPIES, DRAWS, FILLS, QUANTISERS, REBINDING, operator, short_name
+from opdrift.provenance.ops import (
+    COPIES,
+    DRAWS,
+    FILLS,
+    INITIALISING,
+    QUANTISERS,
+    REBINDING,
+    operator,
+    short_name,
+)
 from opdrift.provenance.placement import Place, Placement
 from opdrift.records import Mark, Op, OpInfo
 from opdrift.tracefile.columns import Ints
@@ -124,16 +133,18 @@ class Lineage:
         return steps
 
     def _common_origin(self, index: int) -> list[_Step]:
-        """Steps to a draw or fill, if an op computed from nothing else; empty if other contents enter.
+        """Steps to a draw or fill, if an op made a content of nothing else; empty if it was computed.
 
-        Some initialisers compute with several tensors: rejection of outliers, QR of a draw.
+        Some initialisers make it of several tensors: rejection of outliers, QR of a draw. A product, a mean or a
+        gradient of draws is none.
         """
         found: list[_Step] = []
         waiting, seen = [index], {index}
         while waiting:
-            if len(seen) > ORIGIN_LIMIT:
+            index = waiting.pop()
+            if len(seen) > ORIGIN_LIMIT or not self._initialises(index):
                 return []
-            for value in self._trace.ops.inputs[waiting.pop()].tolist():
+            for value in self._trace.ops.inputs[index].tolist():
                 steps = self._walk(self._places.of(value))
                 end = steps[-1]
                 if end.kind == "computed" and end.index is not None:
@@ -147,6 +158,11 @@ class Lineage:
                 elif end.kind != "uninitialised" and not self._is_number(end):
                     return []
         return found
+
+    def _initialises(self, index: int) -> bool:
+        """Whether an op is of the kinds that initialisers and quantisers make contents with."""
+        info = self._info(index)
+        return info.pointwise or operator(info.name) in INITIALISING | QUANTISERS
 
     def _is_number(self, end: _Step) -> bool:
         """Whether a leaf is a constant of one element: torch wraps Python numbers in such tensors."""
@@ -185,7 +201,9 @@ class Lineage:
     def _only_input(self, index: int, written: int) -> int | None:
         """The tensor that an op like `mul_(x, 0.5)` works on, if it is the only one."""
         inputs = [int(v) for v in self._trace.ops.inputs[index]]
-        if not inputs or (len(inputs) > 1 and not self._info(index).pointwise):
+        if not inputs or not (
+            self._info(index).pointwise if len(inputs) > 1 else self._initialises(index)
+        ):
             return None
         first = self._places.of(inputs[0])
         if first == self._places.of(written) or any(self._places.of(v) != first for v in inputs):

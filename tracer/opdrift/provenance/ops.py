@@ -48,6 +48,12 @@ SOURCE_POSITION: Final = {
     "allgather_into_tensor_coalesced": -1,
 }
 
+#: Initialisers compute with these beside elementwise ops; what a network or an optimizer makes is not so.
+INITIALISING: Final = _ops(
+    "linalg_qr linalg_svd linalg_vector_norm linalg_householder_product qr svd _linalg_svd geqrf orgqr diag diagonal_copy"
+    " diag_embed tril triu index_put index_fill index_copy masked_fill masked_scatter scatter where sort"
+)
+
 #: Values were rounded to a grid.
 QUANTISERS: Final = _ops(
     "round quantize_per_tensor quantize_per_channel quantize_per_tensor_dynamic dequantize fake_quantize_per_tensor_affine"
