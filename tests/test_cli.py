@@ -135,6 +135,8 @@ def test_views_follow_the_card(traces, capsys):
     out, _ = said(capsys)
     card, _, views = out.partition("ops around the first divergence")
     assert "cause" in card
+    assert "next: " in card
+    assert "--side-by-side" not in card  # was just run
     marked = [
         line for line in views.splitlines() if " = " in line or " x " in line or " ~ " in line
     ]

@@ -272,7 +272,13 @@ def _rendered(
     left, right = _both(diagnosis, traces)
     types = {path: type_ for path, type_ in left.module_types.items() if type_}
     pages = [
-        text.render(diagnosis, screen, module_types=types, options=_chosen(options)),
+        text.render(
+            diagnosis,
+            screen,
+            module_types=types,
+            options=_chosen(options),
+            seen=options.side_by_side,
+        ),
         *_views(diagnosis, left, right, options, screen),
     ]
     return "".join(pages)

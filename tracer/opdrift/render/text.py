@@ -48,6 +48,7 @@ def render(
     *,
     module_types: Mapping[str, str] | None = None,
     options: Sequence[str] = (),
+    seen: bool = False,
 ) -> str:
     """The report.
 
@@ -56,6 +57,7 @@ def render(
         screen: Where it will be read.
         module_types: Class names of module paths, for the card.
         options: What chose what was compared, for the next command: `--samples`, `0:1`.
+        seen: Both runs stand side by side below it already.
     """
     page = Page(screen)
     page.line(card.headline(diagnosis), _TONES[diagnosis.verdict], hang=2)
@@ -73,7 +75,7 @@ def render(
     if diagnosis.verdict != "identical":
         _sides(page, diagnosis)
     if diagnosis.verdict != "identical" and diagnosis.exact:
-        _next(page, diagnosis, shown, options)
+        _next(page, further(diagnosis, shown, options), seen=seen)
     return page.render()
 
 
@@ -299,13 +301,12 @@ def describe(one: TraceSummary) -> str:
     return f"{name(one.path)}{label}: {plural(one.ops, 'op')}{whole}{torch}{device}{rank}{created}"
 
 
-def _next(
-    page: Page, diagnosis: Diagnosis, shown: Divergence | None, options: Sequence[str]
-) -> None:
+def _next(page: Page, commands: Sequence[str], *, seen: bool) -> None:
     page.line()
-    commands = further(diagnosis, shown, options)
-    if commands[-1].endswith(_SIDES):  # two runs: there is a page of both
-        commands.append(commands[-1].replace(_SIDES, " --format html -o report.html"))
+    *others, last = commands
+    if last.endswith(_SIDES):  # two runs: there is a page of both
+        both = last.removesuffix(_SIDES) + " --format html -o report.html"
+        commands = [*others, *([] if seen else [last]), both]
     for number, command in enumerate(commands):
         page.command("      " if number else "next: ", command)
 
