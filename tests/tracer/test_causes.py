@@ -17,6 +17,7 @@ from opdrift.compare import number
 from opdrift.diagnose import diff
 from opdrift.records import PENDING, READ_IN_FLIGHT, Cause, Diagnosis
 from opdrift.testing import Builder
+from opdrift.testing.contents import noise
 from opdrift.tracefile.reader import Trace
 
 PAGES = Path(__file__).parents[2] / "docs" / "causes"
@@ -658,6 +659,43 @@ def test_a_cache_written_at_another_place_is_called_so():
     assert diagnosis.first is not None
     assert (diagnosis.first.op, diagnosis.first.cause.slug) == ("aten.copy_.default", "kv-cache")
     assert says(diagnosis.first.cause, "start: 2 against 1", "end: 3 against 2")
+
+
+def test_what_changed_after_the_same_op_made_it_is_no_other_tensor():
+    """Both runs read what the same op returned: that one of them reads another tensor would be wrong."""
+
+    def run(content: str) -> Trace:
+        build = Builder()
+        made = build.op("add_", build.op("zeros_like", build.leaf("x", kind="input")))
+        now = build.again(made, printed=True, content=noise(content, (4, 8), "float32"))
+        build.output(build.op("relu", now))
+        return build.build()
+
+    diagnosis = diff(run("a"), run("b"))
+
+    assert diagnosis.first is not None
+    assert (diagnosis.verdict, diagnosis.first.op) == ("diverged", "aten.relu.default")
+    assert [c for c in diagnosis.causes if c.confidence == "certain"] == []
+    assert not says(diagnosis.first.cause, "both runs have both tensors")
+
+
+def test_another_output_of_the_same_op_is_another_tensor():
+    """The hidden state is read in place of the cell state: both runs have both."""
+
+    def run(number: int) -> Trace:
+        build = Builder()
+        first = build.op("_thnn_fused_lstm_cell", build.leaf("x", kind="input"), outputs=2)
+        build.output(build.op("relu", first + number))
+        return build.build()
+
+    diagnosis = diff(run(0), run(1))
+
+    assert diagnosis.first is not None
+    assert (diagnosis.first.cause.slug, diagnosis.first.cause.confidence) == (
+        "structure",
+        "certain",
+    )
+    assert says(diagnosis.first.cause, "both runs have both tensors")
 
 
 # ---- kernels -----------------------------------------------------------------------------------------------

@@ -364,6 +364,8 @@ def _more_calls(e: Evidence, n: int, ops: Sequence[int]) -> str:
 
 
 def _other_source(e: Evidence) -> Cause | None:
+    if _is_one_source(e):
+        return None
     reader = e.consumer()
     evidence = []
     names = []
@@ -388,6 +390,24 @@ def _other_source(e: Evidence) -> Cause | None:
         evidence,
         "Look at the lines above: a variable or a module is mixed up, layers run in another order, or weights are tied in one run only.",
     )
+
+
+def _is_one_source(e: Evidence) -> bool:
+    """Whether both runs read the same place of what the same op returned: then something unseen wrote there since."""
+    values = (e.origin.values.left, e.origin.values.right)
+    makers, places = [], []
+    for (_, side, _), value, leaf in zip(
+        e.sides, values, (e.origin.leaf.left, e.origin.leaf.right), strict=True
+    ):
+        if value is None or leaf is not None:
+            return False
+        contents = side.contents
+        state = int(contents.states.of[value])
+        makers.append(int(contents.states.writer[state]))
+        output = int(contents.root_slot[contents.value_of_state(state)])
+        places.append((output, contents.lies(value)))
+    paired = makers[0] >= 0 and int(e.case.pairing.right_of[makers[0]]) == makers[1]
+    return paired and places[0] == places[1]
 
 
 def _described(side: Side, value: int, name: str | None) -> str:
