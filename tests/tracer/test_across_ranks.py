@@ -184,6 +184,23 @@ def test_ranks_with_other_models_are_said():
     )
 
 
+def test_what_a_rank_gathered_is_told_with_its_op_and_step():
+    """It is not what the ranks began with."""
+
+    def body(build: Builder) -> None:
+        rank()(build)
+        right = build.build().header.rank == 0
+        wrong = {"parameter": "fc.weight", "offset": 0, "numel": 4}
+        build.mark("use", unit="fc", step=3, intact=right, mismatch=[] if right else [wrong])
+
+    diagnosis = checked(body, body)
+
+    assert diagnosis.notes[0] == "the first difference lies in step 3"
+    assert card.headline(diagnosis) == (
+        "diverged: at op 3 of rank 1: fc.weight differs (rank 1 against 0)"
+    )
+
+
 def test_the_reports_say_the_same():
     """JSON names the ranks of each side; Markdown has the same card."""
     diagnosis = checked(rank(), rank(weight="other"), rank())

@@ -250,6 +250,37 @@ def test_a_rank_that_ended_is_told_with_what_the_others_waited_in():
     assert any("rank 0 waited in all_reduce 2 of group 0" in line for line in found.cause.evidence)
 
 
+def test_without_marks_of_steps_gathers_tell_in_which_step_a_rank_ended():
+    """How many steps of an optimizer were done; what was lost with the rank, the other one tells."""
+    left, right = Builder(rank=0), Builder(rank=1, complete=False)
+    for build, calls in ((left, 2), (right, 1)):
+        build.mark("gather", intact=True, step=4)
+        issues({})(build)
+        build.mark("reshard", intact=True, step=4)
+        issues(*[{}] * (calls - 1))(build)
+
+    assert [found.step for found in findings([left.build(), right.build()])] == [4]
+
+    left, right = Builder(rank=0), Builder(rank=1, complete=False)
+    left.mark("gather", intact=True, step=5)
+    issues({}, {})(left)
+    right.mark("gather", intact=True, step=4)
+    issues({})(right)
+
+    assert [found.step for found in findings([left.build(), right.build()])] == [5]
+
+
+def test_a_collective_that_ranks_disagree_about_is_told_with_its_step():
+    def body(size: int) -> Callable[[Builder], None]:
+        def inner(build: Builder) -> None:
+            build.mark("use", intact=True, step=2)
+            issues({"given": [["float32", size]]})(build)
+
+        return inner
+
+    assert [found.step for found in findings(world(body(8), body(9)))] == [2]
+
+
 A, B = {"group": "a", "ranks": [0, 1]}, {"group": "b", "ranks": [1, 2]}
 CLOSED = {"exception": "RuntimeError: Connection closed by peer", "raised_at": "train.py:9 in main"}
 

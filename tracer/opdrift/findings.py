@@ -63,10 +63,10 @@ def _of_one(trace: Trace) -> Iterator[Finding]:
     yield from _hidden_writes(trace, steps)
     yield from _uninitialised(trace, steps)
     yield from _nonfinite(trace, steps)
-    yield from moves(trace, steps.at)
-    yield from overwritten(trace, steps.at)
-    yield from races(trace, steps.at)
-    yield from dropped(trace, steps.at)
+    yield from moves(trace, steps.known_at)
+    yield from overwritten(trace, steps.known_at)
+    yield from races(trace, steps.known_at)
+    yield from dropped(trace, steps.known_at)
 
 
 # ---- hidden writes -----------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ def _hidden_writes(trace: Trace, steps: Steps) -> Iterator[Finding]:
             op.name if op is not None else None,
             op.call.path if op is not None else trace.calls[first.call].path,
             op.seq if op is not None else first.seq,
-            steps.at(first.seq),
+            steps.known_at(first.seq),
             trace.header.rank,
         )
 
@@ -172,7 +172,7 @@ def _uninitialised(trace: Trace, steps: Steps) -> Iterator[Finding]:
             op.name,
             op.call.path,
             op.seq,
-            steps.at(op.seq),
+            steps.known_at(op.seq),
             trace.header.rank,
         )
 
@@ -279,7 +279,7 @@ def _first_op(
             op.name,
             op.call.path,
             op.seq,
-            steps.at(op.seq),
+            steps.known_at(op.seq),
             trace.header.rank,
         )
         return
@@ -323,6 +323,6 @@ def _bad_leaf(trace: Trace, leaf: Leaf, number: int, steps: Steps) -> Finding:
         None,
         leaf.name.rpartition(".")[0] if leaf.kind != "input" else trace.calls[leaf.call].path,
         leaf.seq or None,
-        steps.at(leaf.seq),
+        steps.known_at(leaf.seq),
         trace.header.rank,
     )

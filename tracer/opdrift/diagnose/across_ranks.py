@@ -24,6 +24,7 @@ from opdrift.records import (
     Op,
     Sides,
 )
+from opdrift.steps import Steps
 from opdrift.tracefile.opening import load, rank_folders
 from opdrift.tracefile.reader import Trace
 from opdrift.world.causes import (
@@ -115,7 +116,7 @@ def diagnose_world(traces: Sequence[Trace]) -> Diagnosis:
         environment=_environment(left, right),
         unpaired=Sides((), ()),
         alignment=Alignment(check.checked, 0, 0, ACROSS_RANKS, None),
-        notes=tuple(check.notes(ended)),
+        notes=(*_step(first, Sides(left, right)), *check.notes(ended)),
     )
 
 
@@ -326,6 +327,15 @@ class _Check:
     def _order(self, rank: int, seq: int) -> tuple[int, int]:
         """Where an op of a rank stands: the collectives before it order the ranks, its number the rest."""
         return sum(each.seq < seq for each in self.world.collectives[rank]), seq
+
+
+def _step(first: Divergence | None, traces: Sides[Trace]) -> list[str]:
+    """In which step the first difference lies, as the rank tells that differs, or else the others."""
+    if first is None:
+        return []
+    sides = ((traces.right, first.seq.right), (traces.left, first.seq.left))
+    steps = [step for trace, seq in sides if (step := Steps(trace).known_at(seq)) is not None]
+    return [f"the first difference lies in step {steps[0]}"] if steps else []
 
 
 def _each(ranks: Sides[int]) -> Sides[tuple[int, ...]]:

@@ -111,6 +111,8 @@ def _place(first: Divergence, left: TraceSummary, right: TraceSummary) -> str:
         # an input of a later call came when ops had run already
         late = first.call > 0 and first.cause.slug == "input"
         where = f"at op {at(first.seq, left, right)}" if late else "before the first op"
+        if first.ranks is not None and first.seq.right is not None:
+            where = f"at op {count(first.seq.right)} of rank {first.ranks.right[0]}"
         return f"{where}: {name(first.name or NAMELESS)}{more} {verb}"
     # an optimizer's step is neither forward nor backward
     phase = None if first.outside and first.phase == "forward" else first.phase

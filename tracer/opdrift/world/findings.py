@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from opdrift.records import RAISED, Cause, Finding
 from opdrift.steps import Steps
@@ -100,7 +101,7 @@ def _end(world: World, end: End) -> Finding:
     trace = world.traces[end.rank]
     last = last_op(trace)
     raised = last if last is not None and last.flags & RAISED else None
-    return _finding(
+    found = _finding(
         "rank-ended",
         of_end(world, end),
         trace,
@@ -108,6 +109,16 @@ def _end(world: World, end: End) -> Finding:
         op=raised.name if raised is not None else None,
         module=raised.call.path if raised is not None else "",
     )
+    return replace(found, step=_step_of_end(world, end.rank, found.step))
+
+
+def _step_of_end(world: World, rank: int, step: int | None) -> int | None:
+    """The step in which a rank ended: what was lost with it, others tell of the last collective that it issued."""
+    issued = world.collectives[rank]
+    meeting = world.by_op.get((rank, issued[-1].seq)) if issued else None
+    met = meeting.members.items() if meeting is not None else ()
+    told = [Steps(world.traces[each]).known_at(part.seq) for each, part in met]
+    return max((each for each in [step, *told] if each is not None), default=None)
 
 
 def without_handed(world: World, found: Sequence[Finding]) -> list[Finding]:
@@ -196,5 +207,5 @@ def _finding(
     op: str | None = None,
     module: str = "",
 ) -> Finding:
-    step = Steps(trace).at(seq)
+    step = Steps(trace).known_at(seq)
     return Finding(kind, cause, name, op, module, seq, step, trace.header.rank)
