@@ -171,6 +171,35 @@ def test_a_parameter_overwritten_during_the_run_names_the_write():
     )
 
 
+def poked(*ops: str) -> Trace:
+    """A step of training on weights and data that the run drew, and the program's own writes behind it."""
+    build = Builder()
+    w = build.op("uniform_", build.op("empty", shape=(8, 8)), rng=1)
+    x = build.op("randn", shape=(8, 8), rng=2)
+    build.name(w, "fc.weight")
+    with build.scope("fc"):
+        y = build.op("mm", x, w)
+    gradient = build.op("mm", x, y, phase="backward")
+    w = build.op("add_.Tensor", w, gradient, source=("train.py", 5, "step"))
+    for name in ops:
+        w = build.op(name, w, rng=3, source=("train.py", 9, "main"))
+    with build.scope("fc"):
+        build.op("mm", x, w)
+    return build.build()
+
+
+def test_arithmetic_on_a_drawn_weight_is_a_change_and_no_draw():
+    """The weight and the data were drawn in the run; what is added to the weight draws nothing."""
+    found = cause(poked(), poked("add_.Tensor"))
+
+    assert (found.slug, found.confidence) == ("weights", "certain")
+    assert "fc.weight was changed by aten.add_ (op 7, train.py:9 in main) in the right run" in (
+        found.summary
+    )
+    assert says(cause(poked(), poked("uniform_")), "fc.weight was drawn at random again")
+    assert "drawn" not in cause(poked("mul_.Tensor"), poked()).summary
+
+
 def trained(*, steps: int, extra: bool = False, ends: bool = True) -> Trace:
     """Weights and data drawn within the run, as of a whole program; `ends`: the model lives as long as the recording."""
     build = Builder()

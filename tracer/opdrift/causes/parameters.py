@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+
 from opdrift import components
 from opdrift.case import Side
 from opdrift.causes.evidence import SIDES, Evidence, cause, counted, some, tally
@@ -16,7 +18,7 @@ from opdrift.causes.memory import is_optimised, left_behind, left_behind_words
 from opdrift.causes.relations import Relations, common, moved_words
 from opdrift.compare import Difference, describe, difference, number
 from opdrift.provenance import Provenance
-from opdrift.provenance.ops import COPIES, operator
+from opdrift.provenance.ops import COPIES, DRAWS, FILLS, operator, short_name
 from opdrift.records import Cause, Leaf, Sides
 from opdrift.tracefile.fingerprints import Fingerprint
 
@@ -218,19 +220,22 @@ def weights_written(e: Evidence) -> Cause | None:
     name, side, writer = found
     value = (e.origin.values.left, e.origin.values.right)[0 if name == "left" else 1]
     made = side.lineage.of(value) if value is not None else None
-    steps = made is None or made.kind not in _INITIALISED or _updates(side, writer)
-    if steps and is_optimised(e, leaf):
+    replaces = operator(side.name(writer)) in DRAWS | FILLS | COPIES
+    initialised = replaces and made is not None and made.kind in _INITIALISED
+    if not initialised and is_optimised(e, leaf) and not _writes_by_itself(side, writer):
         return None  # a step of the optimizer: what that does more in one run is the cause
     what = {
         "drawn": "drawn at random again",
         "filled": "filled with a constant",
         "copied": "copied over",
     }
-    how = what.get(made.kind, "changed") if made is not None else "changed"
+    how = what.get(made.kind, "changed") if initialised and made is not None else "changed"
+    op = side.op(writer)
+    at = f" by {short_name(op.name)} (op {op.seq}{f', {op.source}' if op.source else ''})"
     return cause(
         "weights",
         "certain",
-        f"{leaf.name} was {how} in the {name} run, and not in the other",
+        f"{leaf.name} was {how}{at if how == 'changed' else ''} in the {name} run, and not in the other",
         [
             f"{name}: {side.place(writer)} wrote it",
             f"{name}: written last by {' <- '.join(made.chain[:4])}"
@@ -238,15 +243,23 @@ def weights_written(e: Evidence) -> Cause | None:
             else "",
             "the other run still has what it had before that write",
         ],
-        "Initialise first, then load the checkpoint, and step the optimizer equally often in both runs.",
+        "Look at the line that changes it: let only the optimizer change a parameter, and equally often in both runs."
+        if how == "changed"
+        else "Initialise first, then load the checkpoint, and step the optimizer equally often in both runs.",
     )
 
 
-def _updates(side: Side, writer: int) -> bool:
-    """Whether an op makes the next content of a tensor of the one before and of another tensor, as `add_` does.
+def _writes_by_itself(side: Side, writer: int) -> bool:
+    """Whether the line that writes does nothing that an optimizer's step does: no op of it reads another tensor."""
+    ops = side.trace.ops
+    line = int(ops.source[writer])
+    if line < 0 or side.op(writer).source is None:
+        return False
+    return not any(_updates(side, int(op)) for op in np.flatnonzero(ops.source == line))
 
-    Where data and first weights were drawn in the run, such a content comes of nothing but draws, too.
-    """
+
+def _updates(side: Side, writer: int) -> bool:
+    """Whether an op makes the next content of a tensor of the one before and of another tensor, as `add_` does."""
     storages = side.trace.values.storage[side.trace.ops.inputs[writer]]
     return len(set(storages.tolist())) > 1 and operator(side.name(writer)) not in COPIES
 
