@@ -341,6 +341,25 @@ def test_what_other_ranks_contributed_came_to_be_as_it_did_here(rank: int) -> No
     assert lineage.of(parts[1]).first_op == "aten.zeros.default"
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_parts_of_what_fsdp_gathered_come_from_their_own_shards(rank: int) -> None:
+    """FSDP2 lays its shards end to end, gathers them from all ranks, and splits each rank's row."""
+    build = Builder(rank=rank)
+    shards = [build.op(name, shape=(12,)) for name in ("normal", "rand", "zeros")]
+    buffer = build.op("empty", shape=(72,))
+    laid = build.op("fsdp.all_gather_copy_in", *shards, buffer, shape=(36,))
+    target = build.op("empty", shape=(72,))
+    build.op("c10d._allgather_base_", target, laid, shape=(72,))
+    rows = build.op("view", build.again(target), shape=(2, 36))
+    parts = [
+        build.op("fsdp.split_with_sizes_copy", rows, shape=(2, 12), outputs=3, settings={"dim": 1})
+    ]
+    parts += [parts[0] + 1, parts[0] + 2]
+    lineage = Lineage(build.build())
+    names = [lineage.of(part).first_op for part in parts]
+    assert names == ["aten.normal.default", "aten.rand.default", "aten.zeros.default"]
+
+
 def _moved(build: Builder, *places: int) -> Trace:
     """The built trace, with offsets for views that the builder lays at the start of their storage."""
     trace = build.build()

@@ -35,7 +35,8 @@ COPIES: Final = _ops(
     " all_gather_copy_in broadcast wait_tensor scatter_tensor chunk_cat dequantize"
 )
 
-CONCATENATIONS: Final = _ops("cat concat concatenate stack")
+#: Of `all_gather_copy_in`, the buffer that it fills comes behind what it lays into it.
+CONCATENATIONS: Final = _ops("cat concat concatenate stack all_gather_copy_in")
 #: Collectives that lay the inputs of all ranks end to end.
 GATHERS: Final = _ops(
     "_allgather_base allgather all_gather_into_tensor allgather_into_tensor_coalesced"

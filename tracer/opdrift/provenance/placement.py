@@ -109,6 +109,8 @@ class Placement:
         elif name in GATHERS:
             slot, first, count = _largest_part(first, count, available)
             shift = (slot - self._rank(math.prod(meta.shape) // available)) * available
+        elif name == "split_with_sizes_copy":
+            first, count = self._in_split(index, written, source, (first, count))
         elif math.prod(meta.shape) != available and not self._pads_behind(index):
             return whole
         if first < 0 or first + count > available:
@@ -150,6 +152,24 @@ class Placement:
         if start < whole.start or end > whole.end:
             return place
         return replace(place, start=start, end=end, shift=0)
+
+    def _in_split(
+        self, index: int, written: int, source: int, part: tuple[int, int]
+    ) -> tuple[int, int]:
+        """Where a stretch of one output of a split lies in what was split: (start, length) in elements.
+
+        FSDP2 splits what it gathered along dim 1, with a row from each rank; of several rows it is this rank's.
+        """
+        own, whole = self._trace.meta(written).shape, self._trace.meta(source).shape
+        dim = self._dim(index, len(own))
+        outputs = list(dict.fromkeys(self._trace.ops.outputs[index].tolist()))
+        before = sum(self._trace.meta(v).shape[dim] for v in outputs[: outputs.index(written)])
+        length, row = math.prod(own[dim:]), math.prod(whole[dim:])
+        number, first = divmod(part[0], max(length, 1))
+        count = min(part[1], length - first)
+        if part[1] > length:
+            number, first, count = self._rank(math.prod(own[:dim])), 0, length
+        return number * row + before * math.prod(own[dim + 1 :]) + first, count
 
     # ---- concatenations ----------------------------------------------------------------------------
 
