@@ -40,11 +40,17 @@ def opdrift_record(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[.
     What it gives is called as `with opdrift_record("eager", model=model) as left:`. The name is that of the trace and may be
     left out for one; the options are those of `opdrift.record`. The trace is labelled with the test's id.
     """
+    used: set[str] = set()
 
     def record(name: str = "run", **options: Any) -> Recorder:
         import opdrift
 
         _check_name(name)
+        if name in used and not options.get("overwrite"):
+            raise opdrift.InvalidOptionError(
+                f"opdrift_record({name!r}) was called before in this test; give the second recording a name of its own."
+            )
+        used.add(name)
         return opdrift.record(
             tmp_path / f"{name}.trace", **{"label": request.node.nodeid, **options}
         )

@@ -63,6 +63,13 @@ def test_options(opdrift_record):
     assert opdrift.load(recorder).header.label == "mine"
 
 
+def test_a_name_twice(opdrift_record):
+    opdrift_record()
+    opdrift_record(overwrite=True)
+    with pytest.raises(opdrift.InvalidOptionError, match="give the second recording a name of its own"):
+        opdrift_record()
+
+
 @pytest.mark.parametrize("name", ["../elsewhere", "/elsewhere", "a/b", "", ".", "..", model()])
 def test_names(name, opdrift_record, tmp_path):
     with pytest.raises(opdrift.InvalidOptionError, match="no name of a folder"):
@@ -101,7 +108,7 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProce
 
 def test_runs_are_recorded_and_compared(suite: subprocess.CompletedProcess[str]):
     """All tests but those whose models differ pass, also where ids are odd."""
-    assert suite.stdout.splitlines()[-1].count("2 failed, 11 passed") == 1, suite.stdout
+    assert suite.stdout.splitlines()[-1].count("2 failed, 12 passed") == 1, suite.stdout
 
 
 def test_a_failure_shows_the_card_and_none_of_our_code(suite: subprocess.CompletedProcess[str]):
