@@ -349,6 +349,22 @@ def test_every_attribute_is_documented(exported, recorded):
 # ---- comparison ----------------------------------------------------------------------------------------------
 
 
+def test_the_status_message_is_one_line(exported):
+    """Whatever the names in it hold."""
+
+    def run(change):
+        build = Builder()
+        with build.scope("new\nline"):
+            build.output(build.op("gelu", build.leaf("x", kind="input"), change=change))
+        return build.build()
+
+    found = exported(run("*"), against=run(""))
+
+    message = found.named("aten.gelu.default").status.message
+    assert "new\\nline" in message
+    assert "\n" not in message
+
+
 def test_the_first_divergence_is_an_event_and_an_error(exported):
     """On its op; what it reached is no error."""
     words = "fc{ relu gelu mm }"

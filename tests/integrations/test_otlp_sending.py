@@ -491,6 +491,13 @@ def test_wrong_settings_are_named(arguments, environ, words):
     assert words in str(error.value)
 
 
+def test_the_protocol_may_be_written_as_the_variable_has_it():
+    """OTEL_EXPORTER_OTLP_PROTOCOL says http/protobuf where --protocol says http."""
+    assert settings_of("--protocol", "http/protobuf").protocol == "http"
+    with pytest.raises(SystemExit):
+        settings_of("--protocol", "http/json")
+
+
 def test_a_wrong_header_is_not_repeated():
     """It may be a key."""
     with pytest.raises(InvalidOptionError) as error:

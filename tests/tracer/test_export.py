@@ -16,7 +16,7 @@ import pytest
 from opdrift import plugins
 from opdrift.commands.main import opdrift
 from opdrift.errors import ExportError, InvalidOptionError
-from opdrift.export.output import whole
+from opdrift.export.output import file_size, whole
 from opdrift.export.processes import Processes, Selection
 from opdrift.export.selection import in_steps
 from opdrift.plugins import OP_STATUSES
@@ -426,3 +426,12 @@ def test_what_an_exporter_would_tell_the_user_is_a_warning(tmp_path):
 
     with pytest.warns(UserWarning, match="What is there is exported"):
         export(Lines(), build.build(), output=tmp_path / "ops.txt")
+
+
+@pytest.mark.parametrize(
+    ("length", "said"),
+    [(12, "1 kB"), (18_400, "18 kB"), (49_999, "50 kB"), (50_000, "0.1 MB"), (2_150_000_000, "2,150.0 MB")],
+)  # fmt: skip
+def test_a_file_is_never_said_to_hold_nothing(length, said):
+    """Small ones are counted in kB."""
+    assert file_size(length) == said

@@ -7,7 +7,7 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from typing import Final
 
 from opdrift.plugins import Export
-from opdrift_integrations.otlp.settings import settings
+from opdrift_integrations.otlp.settings import PROTOCOLS, settings
 
 _SUFFIX: Final = ".otlp.jsonl"
 
@@ -36,8 +36,9 @@ class OtlpExporter:
         )
         add(
             "--protocol",
+            type=lambda text: PROTOCOLS.get(text, text),
             choices=("http", "grpc", "file"),
-            help="how to send; file writes OTLP JSON lines (default: OTEL_EXPORTER_OTLP_PROTOCOL, else http)",
+            help="how to send; http, or http/protobuf, is protobuf over HTTP, file writes OTLP JSON lines (default: OTEL_EXPORTER_OTLP_PROTOCOL, else http)",
         )
         add("--endpoint", metavar="URL", help="where to send, such as http://localhost:4318")
         add(

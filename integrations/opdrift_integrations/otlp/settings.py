@@ -17,8 +17,8 @@ from opdrift.errors import InvalidOptionError
 from opdrift_integrations.otlp.encoding import Limits
 
 Protocol = Literal["http", "grpc", "file"]
-#: `OTEL_EXPORTER_OTLP_PROTOCOL` -> `--protocol`.
-_PROTOCOLS: Final[Mapping[str, Protocol]] = {"http/protobuf": "http", "grpc": "grpc"}
+#: `OTEL_EXPORTER_OTLP_PROTOCOL` -> `--protocol`, which takes its words, too.
+PROTOCOLS: Final[Mapping[str, Protocol]] = {"http/protobuf": "http", "grpc": "grpc"}
 _DEFAULT: Final = {"http": "http://localhost:4318", "grpc": "http://localhost:4317"}
 _PATH: Final = "/v1/traces"
 
@@ -163,11 +163,11 @@ def _protocol(options: Namespace, found: _Variables) -> Protocol:
     if chosen is not None:
         return chosen
     text = found.otlp("PROTOCOL") or "http/protobuf"
-    if text not in _PROTOCOLS:
+    if text not in PROTOCOLS:
         raise InvalidOptionError(
-            f"OTEL_EXPORTER_OTLP_PROTOCOL={text!r}: opdrift sends {' and '.join(_PROTOCOLS)}; choose with --protocol."
+            f"OTEL_EXPORTER_OTLP_PROTOCOL={text!r}: opdrift sends {' and '.join(PROTOCOLS)}; choose with --protocol."
         )
-    return _PROTOCOLS[text]
+    return PROTOCOLS[text]
 
 
 def _endpoint(options: Namespace, found: _Variables, protocol: Protocol) -> str:

@@ -186,6 +186,11 @@ class Spans:
             )
 
 
+def _one_line(text: str) -> str:
+    """The names in it with line breaks and control characters escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def _first(process: Process, tree: Tree) -> First | None:
     comparison = process.comparison
     if comparison is None:
@@ -195,7 +200,7 @@ def _first(process: Process, tree: Tree) -> First | None:
         return None
     error = None
     if comparison.diagnosis.verdict == "diverged":
-        error = f"first divergence: {found.cause.summary}"
+        error = f"first divergence: {_one_line(found.cause.summary)}"
     told = attributes.divergence(found)
     op = comparison.first
     if op is None or found.kind == "leaf":  # of a leaf, `first` is merely the op that uses it first

@@ -29,7 +29,7 @@ class PerfettoExporter:
     def export(self, export: Export) -> str:
         """Write it."""
         # here, because the class is loaded for every `opdrift export --help`
-        from opdrift.export.output import Counted  # noqa: PLC0415
+        from opdrift.export.output import Counted, file_size  # noqa: PLC0415
         from opdrift.export.timeline import written  # noqa: PLC0415
         from opdrift_integrations.perfetto.dialect import DIALECT  # noqa: PLC0415
         from opdrift_integrations.perfetto.writer import write  # noqa: PLC0415
@@ -38,4 +38,4 @@ class PerfettoExporter:
         with export.output.open("wb") as opened:
             file = Counted(opened)
             said = written(export, DIALECT, lambda drawn, progress: write(file, drawn, progress))
-            return f"{said}, {file.written / 1e6:,.1f} MB; open it at ui.perfetto.dev"
+            return f"{said}, {file_size(file.written)}; open it at ui.perfetto.dev"

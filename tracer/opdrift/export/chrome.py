@@ -35,7 +35,7 @@ class ChromeExporter:
         """Write it."""
         # here, because the class is loaded for every `opdrift export --help`
         from opdrift.export.kineto import Document  # noqa: PLC0415
-        from opdrift.export.output import Counted  # noqa: PLC0415
+        from opdrift.export.output import Counted, file_size  # noqa: PLC0415
 
         assert export.output is not None
         named = Path(getattr(export.options, "output", None) or f"x{self.suffix(export.options)}")
@@ -46,4 +46,4 @@ class ChromeExporter:
             else:  # no name and no time in it: equal traces give equal files
                 with gzip.GzipFile("", "wb", _LEVEL, file, mtime=0) as packed:
                     said = Document(packed, named.name).write(export)
-            return f"{said}, {file.written / 1e6:,.1f} MB; open it at ui.perfetto.dev"
+            return f"{said}, {file_size(file.written)}; open it at ui.perfetto.dev"

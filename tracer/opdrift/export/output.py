@@ -70,6 +70,11 @@ class Counted:
         self._file.flush()
 
 
+def file_size(length: int) -> str:
+    """In words, of a number of bytes: 18400 -> "18 kB", 2100000 -> "2.1 MB"."""
+    return f"{max(1, round(length / 1e3))} kB" if length < 50_000 else f"{length / 1e6:,.1f} MB"
+
+
 def _check(target: Path, kind: str, suffix: str, replace: bool) -> None:
     if not target.parent.is_dir():
         raise ExportError(f"-o {target}: the folder {target.parent} does not exist; make it first.")

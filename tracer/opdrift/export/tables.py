@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 
 from opdrift.export.kineto import encoded
 from opdrift.export.opslices import LOOKED_UP, argument_value, looked_up, pick_fact
+from opdrift.export.output import file_size
 from opdrift.export.tableschema import COUNTS, IDS, NUMBERS, TABLES, TIME, repeating, rising
 from opdrift.plugins import OP_STATUSES, Export, Process
 from opdrift.records import RAISED
@@ -62,7 +63,7 @@ def write_tables(export: Export, folder: Path) -> str:
     size = sum(path.stat().st_size for path in folder.iterdir())
     ranks = f" of {total} ranks" if total > 1 else ""
     kernels = f" (kernels of the first {count(LOOKED_UP)})" if cut else ""
-    return f"wrote {plural(ops, 'op')}{ranks}{kernels} into {plural(len(TABLES), 'table')}, {size / 1e6:,.1f} MB"
+    return f"wrote {plural(ops, 'op')}{ranks}{kernels} into {plural(len(TABLES), 'table')}, {file_size(size)}"
 
 
 def _table(name: str, columns: Columns, rank: int) -> pa.Table:
