@@ -232,3 +232,45 @@ def test_ranks_that_all_loaded_other_weights_all_originate():
 
     assert firsts(diagnosis) == dict.fromkeys((0, 1), ("aten.mm.default", "weights"))
     assert "compared ranks 0 and 1, rank by rank; this is rank 0" in diagnosis.notes
+
+
+# ---- a run that ended early ----------------------------------------------------------------------------
+
+
+CLOSED = "RuntimeError: Connection closed by peer"
+
+
+def reducing(*issued: int, exceptions: tuple[str, ...] = (), lost: int | None = None) -> dict[int, Trace]:  # fmt: skip
+    """Each rank issues so many collectives, and goes on if it did not raise."""
+    traces = {}
+    for rank, count in enumerate(issued):
+        raised = exceptions[rank] if exceptions else ""
+        build = Builder(rank=rank, world_size=len(issued), complete=rank != lost, **({"exception": raised} if raised else {}))  # fmt: skip
+        y = build.leaf("x", kind="input")
+        for number in range(count):
+            y = build.op("mm", y, build.leaf(f"w{number}.weight"))
+            y = collective(build, "all_reduce", y, result=np.ones(4, "<f4"), ranks=range(len(issued)))  # fmt: skip
+        if not raised and rank != lost:
+            build.output(build.op("relu", y))
+        traces[rank] = build.build(f"run.trace/rank-{rank:05d}")
+    return traces
+
+
+def test_a_rank_that_was_killed_is_the_cause_of_what_the_others_raised():
+    """By itself the other one would be told with what its communication library raised."""
+    left, right = reducing(3, 3), reducing(2, 1, exceptions=(CLOSED, ""), lost=1)
+
+    for found in (compared(left, right), of_one_rank(0, diagnose(left[0], right[0]), left, right)):
+        assert found.first is not None
+        assert found.first.cause.slug == found.causes[0].slug == "rank-ended"
+        assert found.first.cause.summary.startswith("in the right run, rank 1 ended in the middle")
+
+
+def test_ranks_that_all_raised_by_themselves_end_as_each_of_them_says():
+    """No rank was missed by another one."""
+    own = "ValueError: empty"
+
+    found = compared(reducing(3, 3), reducing(2, 2, exceptions=(own, own)))
+
+    assert found.first is not None
+    assert found.first.cause.summary.startswith(f"the right run ended with {own}")

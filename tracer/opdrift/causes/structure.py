@@ -10,7 +10,7 @@ from typing import Final
 from opdrift.case import Side
 from opdrift.causes.evidence import Evidence, cause, counted, op_names, scope, some
 from opdrift.extracalls import extra_calls
-from opdrift.records import RAISED, Cause, TensorMeta
+from opdrift.records import RAISED, Cause, Footer, TensorMeta
 from opdrift.tokens import base
 
 _GATHERING: Final = frozenset(
@@ -230,7 +230,7 @@ def raised(e: Evidence) -> Cause | None:
         return cause(
             "structure",
             "certain",
-            f"the {name} run ended with {footer.exception} {where}",
+            f"{end_of(name, footer)} {where}",
             [
                 f"{name}: {_operands(side, last)}" if itself else "",
                 f"{name} only: {op_names(side, own)}" if own else "",
@@ -243,6 +243,11 @@ def raised(e: Evidence) -> Cause | None:
             " that line, or compare the shapes and keys that it was given with those of the other run.",
         )
     return None
+
+
+def end_of(name: str, footer: Footer) -> str:
+    """That a run ended with an exception, in words."""
+    return f"the {name} run ended with {footer.exception}"
 
 
 def _operands(side: Side, op: int) -> str:

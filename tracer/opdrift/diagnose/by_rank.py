@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from opdrift.diagnose.ended import explained_end
 from opdrift.errors import IncomparableTracesError
 from opdrift.records import Cause, Diagnosis, Divergence
 from opdrift.tracefile.reader import Trace
@@ -59,6 +60,7 @@ def of_ranks(
     best = min(told, key=place)
     if failed and told[best].verdict == "identical":
         raise next(iter(failed.values()))
+    told[best] = explained_end(best, told[best], left, right)
     notes = [
         *_said(told, handed, best),
         *(f"rank {rank} could not be compared: {error}" for rank, error in failed.items()),
@@ -71,7 +73,7 @@ def of_one_rank(
     rank: int, one: Diagnosis, left: Mapping[int, Trace], right: Mapping[int, Trace]
 ) -> Diagnosis:
     """The diagnosis of one rank, with what it only receives from others said as such."""
-    return _attributed(rank, one, Exchanges(left, right))[0]
+    return explained_end(rank, _attributed(rank, one, Exchanges(left, right))[0], left, right)
 
 
 def _attributed(

@@ -32,6 +32,14 @@ def world_findings(world: World) -> Iterator[Finding]:
     """Collectives that disagree or went wrong, replicas that differ, ranks that ended early."""
     if len(world.traces) < 2:
         return
+    yield from end_findings(world)
+    yield from _contents(world)
+
+
+def end_findings(world: World) -> Iterator[Finding]:
+    """Ranks that ended early, and collectives and messages that the ranks do not agree about: what ends a run."""
+    if len(world.traces) < 2:
+        return
     first = [end for end in first_ends(world) if not _died_in(world, end.rank)]
     for end in first:
         yield _end(world, end)
@@ -39,6 +47,9 @@ def world_findings(world: World) -> Iterator[Finding]:
         if not follows_from_an_end(disagreement, world, first):
             yield _disagreement(world, disagreement)
     yield from _of_messages(world, first)
+
+
+def _contents(world: World) -> Iterator[Finding]:
     for wrong in by_place(wrong_results(world)):
         yield _wrong_results(world, wrong)
     replicas = Replicas(world)
