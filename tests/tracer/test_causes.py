@@ -171,6 +171,28 @@ def test_a_parameter_overwritten_during_the_run_names_the_write():
     )
 
 
+@pytest.mark.parametrize(("read", "slug"), [(False, "weights"), (True, "input")])
+def test_a_tensor_that_is_only_copied_into_a_weight_is_a_checkpoints(read: bool, slug: str):
+    """What else reads it makes it data of the program."""
+
+    def body(seed: str) -> Run:
+        def inner(build: Builder) -> int:
+            held = build.leaf("", kind="constant", shape=(16, 16), content=draw(seed))
+            if read:
+                build.op("relu", held)
+            w = build.op("uniform_", build.op("empty", shape=(16, 16)), rng=1)
+            w = build.op("copy_", w, held)
+            build.name(w, "fc.weight", when="use")
+            return build.op("mm", build.leaf("x", kind="input", shape=(16, 16)), w)
+
+        return inner
+
+    found = cause(run(body("1")), run(body("2")))
+
+    assert found.slug == slug
+    assert ("other contents were loaded into fc.weight" in found.summary) is not read
+
+
 def poked(*ops: str) -> Trace:
     """A step of training on weights and data that the run drew, and the program's own writes behind it."""
     build = Builder()

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Final
 
+import numpy as np
+
 from opdrift.case import Case, Side
 from opdrift.causes.evidence import Evidence, cause, counted, some
 from opdrift.compare import Difference, describe, difference
+from opdrift.provenance.ops import operator
 from opdrift.records import Cause, TensorMeta
 from opdrift.tracefile.schema import RECORDED_SAMPLES
 
@@ -19,6 +22,8 @@ def input_(e: Evidence) -> Cause | None:
     leaf = e.origin.leaf.left or e.origin.leaf.right
     if e.origin.kind != "leaf" or leaf is None or leaf.kind not in ("input", "constant"):
         return None
+    if (loaded := _loaded(e)) is not None:
+        return loaded
     name = leaf.name or "a tensor without a name, made before it was first used,"
     values = e.origin.values
     found = _difference(e.case.left, e.case.right, values.left, values.right)
@@ -44,6 +49,52 @@ def input_(e: Evidence) -> Cause | None:
         else "Feed both runs the same tensors: compare tokenizer, preprocessing and padding, or save the inputs of one"
         " run with torch.save and load them in the other.",
     )
+
+
+def _loaded(e: Evidence) -> Cause | None:
+    """A tensor without a name that is only copied into a parameter: what a checkpoint held."""
+    leaf = e.origin.leaf.left or e.origin.leaf.right
+    if e.origin.kind != "leaf" or leaf is None or leaf.name or leaf.kind != "constant":
+        return None
+    values = e.origin.values
+    targets = {
+        _copied_into(side, value)
+        for side, value in ((e.case.left, values.left), (e.case.right, values.right))
+        if value is not None
+    }
+    name = targets.pop() if len(targets) == 1 else None
+    if name is None:
+        return None
+    found = _difference(e.case.left, e.case.right, values.left, values.right)
+    return cause(
+        "weights",
+        "certain",
+        f"other contents were loaded into {name}",
+        [
+            *(
+                f"{side_name}: {side.place(op)} copies them"
+                for side_name, side, op in e.sides
+                if op is not None
+            ),
+            describe(found) if found is not None and found.comparable else "",
+        ],
+        "Load the same checkpoint in both runs: compare the paths and checksums of the checkpoint files.",
+    )
+
+
+def _copied_into(side: Side, value: int) -> str | None:
+    """The name of the parameter that a tensor is copied into, whole or in parts, if no other op reads it."""
+    ops, storage = side.trace.ops, side.trace.values.storage
+    reads = np.unique(ops.inputs.rows()[storage[ops.inputs.values] == storage[value]])
+    reads = reads[~side.contents.tokens.view[reads]]
+    if len(reads) != 1 or operator(side.name(int(reads[0]))) != "copy":
+        return None
+    for leaf in side.trace.leaves:
+        if leaf.kind in ("parameter", "shard") and leaf.name and leaf.when != "exit":
+            made = side.lineage.of(leaf.value)
+            if made.kind == "copied" and storage[made.root] == storage[value]:
+                return leaf.name
+    return None
 
 
 def mask_input(e: Evidence) -> Cause | None:
