@@ -140,8 +140,12 @@ def test_what_nothing_tells_of_is_said_not_judged():
 
 
 def test_a_rank_that_ended_leaves_the_answer_open():
-    with pytest.raises(IncomparableTracesError, match="Nothing differs in what the ranks have"):
+    """The rank that ended is named with its last collective."""
+    with pytest.raises(
+        IncomparableTracesError, match="Nothing differs in what the ranks have"
+    ) as e:
         checked(rank(), rank(), complete=False)
+    assert "; rank 1 ended in the middle of the run, in or after all_reduce 1 of" in str(e.value)
 
 
 def test_a_rank_that_ended_while_another_waited_is_the_answer():

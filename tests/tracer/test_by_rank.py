@@ -152,8 +152,11 @@ def test_a_rank_without_a_trace_is_named():
 
 def test_a_rank_that_ended_early_leaves_the_answer_open():
     """Nothing differs in what both have: that is no "identical". If another rank differs, that is said."""
-    with pytest.raises(IncomparableTracesError, match=r"rank-00001 is incomplete"):
+    with pytest.raises(IncomparableTracesError, match=r"rank-00001 is incomplete") as error:
         compared(ranks(), ranks(lost=1))
+    assert str(error.value).endswith(
+        "In the right run, rank 1 ended in the middle of the run, in or after all_reduce 1 of group 0."
+    )
     diagnosis = compared(ranks(), ranks(lost=1, own="2"))
     assert any(note.startswith("rank 1 could not be compared: ") for note in diagnosis.notes)
 

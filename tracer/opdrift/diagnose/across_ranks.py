@@ -38,7 +38,7 @@ from opdrift.world.causes import (
 )
 from opdrift.world.collectives import Collective, Disagreement, World
 from opdrift.world.ends import first_ends
-from opdrift.world.findings import follows_from_an_end, grouped, odd_ones, unmet
+from opdrift.world.findings import end_findings, follows_from_an_end, grouped, odd_ones, unmet
 from opdrift.world.messages import Message, disagreements
 from opdrift.world.one_run import of_another_run
 from opdrift.world.replicas import Replicas, Split
@@ -97,8 +97,9 @@ def diagnose_world(traces: Sequence[Trace]) -> Diagnosis:
     ended = [rank for rank, trace in check.world.traces.items() if not trace.complete]
     if not found and ended:
         trace = check.world.traces[ended[0]]
+        said = "".join(f"; {each.cause.summary}" for each in end_findings(check.world))
         raise IncomparableTracesError(
-            f"{trace.path} is {trace.incomplete}. Nothing differs in what the ranks have, but what is missing may."
+            f"{trace.path} is {trace.incomplete}{said}. Nothing differs in what the ranks have, but what is missing may."
             " Record the run again, and let it end by itself."
         )
     left, right = check.sides(found)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from opdrift.diagnose.ended import explained_end
+from opdrift.diagnose.ended import explained_end, reason
 from opdrift.errors import IncomparableTracesError
 from opdrift.records import Cause, Diagnosis, Divergence
 from opdrift.tracefile.reader import Trace
@@ -59,7 +59,7 @@ def of_ranks(
 
     best = min(told, key=place)
     if failed and told[best].verdict == "identical":
-        raise next(iter(failed.values()))
+        raise _with_reason(next(iter(failed.values())), left, right)
     told[best] = explained_end(best, told[best], left, right)
     notes = [
         *_said(told, handed, best),
@@ -67,6 +67,15 @@ def of_ranks(
         *_uneven(left, right),
     ]
     return replace(told[best], notes=(*told[best].notes, *notes), ranks=told)
+
+
+def _with_reason(
+    error: IncomparableTracesError, left: Mapping[int, Trace], right: Mapping[int, Trace]
+) -> IncomparableTracesError:
+    """Why ranks cannot be compared, with which of them ended early, where a run shows that."""
+    causes = [reason(name, traces) for name, traces in (("left", left), ("right", right))]
+    told = [cause.summary[0].upper() + cause.summary[1:] for cause in causes if cause is not None]
+    return IncomparableTracesError(" ".join([str(error), *(f"{each}." for each in told)]))
 
 
 def of_one_rank(
