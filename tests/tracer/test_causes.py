@@ -193,6 +193,23 @@ def test_a_tensor_that_is_only_copied_into_a_weight_is_a_checkpoints(read: bool,
     assert ("other contents were loaded into fc.weight" in found.summary) is not read
 
 
+def test_a_generator_that_an_op_was_given_is_told_from_the_default_one():
+    """Both runs begin with one state of the default generator, and seed their own otherwise."""
+
+    def drawn(state: int) -> Trace:
+        build = Builder()
+        build.op("rand", rng=1)
+        x = build.op("rand", rng=state, settings={"generator": "Generator"})
+        build.op("mul", x, build.leaf("fc.weight"))
+        return build.build()
+
+    found = cause(drawn(7), drawn(8))
+
+    assert found.slug == "rng"
+    assert "the generators that it was given differ" in found.summary
+    assert "both began alike" not in found.summary
+
+
 def poked(*ops: str) -> Trace:
     """A step of training on weights and data that the run drew, and the program's own writes behind it."""
     build = Builder()

@@ -83,6 +83,15 @@ def rng(e: Evidence) -> Cause | None:
             "Make both runs draw equally often: seed again after the extra draw, or give it a generator of its own"
             " (DataLoader(generator=...))."
         )
+    elif states[0] != states[1] and all(
+        dict(op.signature.arguments).get("generator") is not None
+        for op in (left.op(i), right.op(j))
+    ):
+        summary = f"{left.name(i)} in {scope(left.module(i))} draws other numbers: the generators that it was given differ"
+        remedy = (
+            "Seed the generator that is passed to it alike in both runs (torch.Generator().manual_seed(seed)), and draw"
+            " from it equally often before."
+        )
     elif (seeds := _seeds(e)) is not None:
         evidence += [f"{name}: {words}" for name, words in zip(SIDES, seeds, strict=True)]
         summary = f"{left.name(i)} in {scope(left.module(i))} draws other numbers: the runs were seeded differently"
