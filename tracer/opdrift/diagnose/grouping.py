@@ -89,9 +89,9 @@ def by_setting(
 
 
 def without_types_that_follow(case: Case, judged: Iterable[J]) -> list[J]:
-    """Leave out equal numbers that are made in another type because leaves are of that type.
+    """Leave out equal numbers that are made in another type, and casts, because leaves are of that type.
 
-    A program asks a tensor for its type when it makes a constant to go with it.
+    A program asks a tensor for its type when it makes a constant to go with it, or casts another to it.
 
     Args:
         case: The comparison.
@@ -99,11 +99,13 @@ def without_types_that_follow(case: Case, judged: Iterable[J]) -> list[J]:
     """
     found: list[J] = []
     of_leaves: set[tuple[str | None, str | None]] = set()
+    holders: set[str] = set()
     for each in judged:
         origin, gap = each.origin, each.size.difference
         types = _types(case, origin.values)
         if origin.kind == "leaf" and each.causes[0].slug == "dtype":
             of_leaves.add(types)
+            holders.update(name.rpartition(".")[0] for name in origin.names)
         follows = (
             origin.kind == "op"
             and types in of_leaves
@@ -111,9 +113,28 @@ def without_types_that_follow(case: Case, judged: Iterable[J]) -> list[J]:
             and gap is not None
             and gap.relative == 0
         )
+        follows |= any(_only_casts(case, origin, types, holders) for types in of_leaves)
         if not follows:
             found.append(each)
     return found
+
+
+def _only_casts(
+    case: Case, origin: Origin, types: tuple[str | None, str | None], holders: set[str]
+) -> bool:
+    """Whether all that one run has more is casts to its own type of two, in modules that hold such leaves."""
+    ops = origin.region.left, origin.region.right
+    return (
+        origin.kind == "structure"
+        and any(ops)
+        and all(
+            side.name(op) == "aten._to_copy.default"
+            and side.module(op) in holders
+            and side.trace.meta(side.op(op).outputs[0]).dtype == own
+            for side, own, found in zip((case.left, case.right), types, ops, strict=True)
+            for op in found
+        )
+    )
 
 
 def _types(case: Case, values: Sides[int | None]) -> tuple[str | None, str | None]:
