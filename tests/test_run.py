@@ -204,6 +204,7 @@ ALONE = {
     "interrupt": """
         import atexit, os, signal, sys
         atexit.register(lambda: print("at exit", sys.argv, sys.last_type, sys.last_traceback.tb_lineno))
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background may ignore it
         os.kill(os.getpid(), signal.SIGINT)
         import time; time.sleep(60)
         """,
