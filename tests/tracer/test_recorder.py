@@ -332,6 +332,10 @@ def test_a_recorder_that_is_not_open_says_so(
         (lambda recorder: recorder.name_tensor(torch.ones(2), 3), "text"),
         (lambda recorder: recorder.name_tensor(torch.ones(2), "x", kind="weight"), "choose one of"),
         (lambda recorder: recorder.digest([1.0]), "no tensor"),
+        (
+            lambda recorder: recorder.writes(torch.eye(2).to_sparse()),
+            "layout torch.sparse_coo, which has no storage",
+        ),
         (lambda recorder: recorder.digests([([1.0], (1,))]), "no tensor"),
         (lambda recorder: recorder.digests([(torch.ones(3), (2, 2))]), "2, 2 elements of .* 3"),
         (lambda recorder: recorder.scope(""), "text"),

@@ -172,6 +172,17 @@ def check_tensor(function: str, tensor: object) -> None:
         raise InvalidOptionError(f"{function}() was given a {type(tensor).__name__}, no tensor.")
 
 
+def check_storage(function: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor without a storage of its own, such as a sparse one, whose parts have one each."""
+    try:
+        tensor.untyped_storage()
+    except NotImplementedError:
+        raise InvalidOptionError(
+            f"{function}() was given a tensor of layout {tensor.layout}, which has no storage of its own. Ask about the"
+            " tensors that it is made of, such as indices() and values() of a sparse one."
+        ) from None
+
+
 def check_stretches(function: str, tensor: torch.Tensor, sizes: Sequence[int]) -> None:
     """Refuse stretches that reach beyond a tensor's end."""
     if sum(sizes) > tensor.numel():

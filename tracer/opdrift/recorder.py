@@ -43,6 +43,7 @@ from opdrift.neutral import around_compilation, dispatch_keys, silent
 from opdrift.options import (
     Options,
     check_options,
+    check_storage,
     check_stretches,
     check_tensor,
     check_text,
@@ -579,10 +580,11 @@ class Recorder:
 
         Raises:
             RecorderStateError: The recorder is not open.
-            InvalidOptionError: It is no tensor.
+            InvalidOptionError: It is no tensor, or has no storage of its own.
         """
         self._must_be_open("writes")
         check_tensor("writes", tensor)
+        check_storage("writes", tensor)
         return self._values.writes(tensor)
 
     def clean_path(self, module: Module) -> str | None:
