@@ -304,9 +304,8 @@ def test_a_receiver_that_hangs_is_given_up():
     with listening(until_closed) as place, pytest.raises(ExportError) as error:
         send("--endpoint", f"http://{place}", "--timeout", "0.2", "--give-up-after", "0.3")
 
-    assert f"http://{place}/v1/traces did not answer within 0.2 s; given up after" in str(
-        error.value
-    )
+    said = f"http://{place}/v1/traces did not answer within 0.2 s; --timeout waits longer; given up"
+    assert said in str(error.value)
 
 
 def test_a_port_that_speaks_something_else():
@@ -428,7 +427,7 @@ def test_variables_say_how():
     found = settings_of(
         OTEL_EXPORTER_OTLP_HEADERS="all=1",
         OTEL_EXPORTER_OTLP_TRACES_HEADERS="api-key=a%3Db, x=y",
-        OTEL_EXPORTER_OTLP_TIMEOUT="3.5",
+        OTEL_EXPORTER_OTLP_TIMEOUT="3500",
         OTEL_EXPORTER_OTLP_COMPRESSION="gzip",
         OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT="7",
         OTEL_ATTRIBUTE_VALUE_LENGTH_LIMIT="9",
@@ -444,6 +443,21 @@ def test_variables_say_how():
     assert (found.timeout, found.compress, found.disabled) == (3.5, True, True)
     assert (limits.attributes, limits.length, limits.events, limits.links) == (7, 9, 1, 0)
     assert found.resource == {"deployment": "test", "service.name": "mine"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "timeout"),
+    [
+        ([], {}, 10.0),
+        ([], {"OTEL_EXPORTER_OTLP_TIMEOUT": "10000"}, 10.0),
+        ([], {"OTEL_EXPORTER_OTLP_TRACES_TIMEOUT": "250", "OTEL_EXPORTER_OTLP_TIMEOUT": "9"}, 0.25),
+        ([], {"OTEL_EXPORTER_OTLP_TIMEOUT": "0"}, None),
+        (["--timeout", "2.5"], {"OTEL_EXPORTER_OTLP_TIMEOUT": "9"}, 2.5),
+    ],
+)
+def test_timeouts_of_variables_are_milliseconds(arguments, environ, timeout):
+    """As the specification has them, 0 for no limit; the option takes seconds."""
+    assert settings_of(*arguments, **environ).timeout == timeout
 
 
 def test_variables_arrive(monkeypatch):
@@ -478,7 +492,9 @@ def test_a_switched_off_sdk_sends_nothing(monkeypatch):
         (["--endpoint", "http://x", "--protocol", "file"], {}, "--endpoint is for sending"),
         ([], {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"}, "opdrift sends http/protobuf and grpc"),
         ([], {"OTEL_EXPORTER_OTLP_COMPRESSION": "zstd"}, "knows gzip and none"),
-        ([], {"OTEL_EXPORTER_OTLP_TIMEOUT": "soon"}, "no number of seconds"),
+        ([], {"OTEL_EXPORTER_OTLP_TIMEOUT": "soon"}, "OTEL_EXPORTER_OTLP_TIMEOUT='soon' is not a whole number of milliseconds"),
+        ([], {"OTEL_EXPORTER_OTLP_TRACES_TIMEOUT": "2.5", "OTEL_EXPORTER_OTLP_TIMEOUT": "9"}, "OTEL_EXPORTER_OTLP_TRACES_TIMEOUT='2.5' is not"),
+        ([], {"OTEL_RESOURCE_ATTRIBUTES": "nightly"}, "OTEL_RESOURCE_ATTRIBUTES is not of the form key=value"),
         ([], {"OTEL_SPAN_LINK_COUNT_LIMIT": "-1"}, "not a whole number from 0"),
         ([], {"OTEL_EXPORTER_OTLP_CERTIFICATE": "/nowhere.pem"}, "there is no such file"),
         ([], {"OTEL_EXPORTER_OTLP_HEADERS": "secret"}, "key=value"),
@@ -627,16 +643,17 @@ def test_grpc_refusals_are_counted():
         send("--protocol", "grpc", "--endpoint", url)
 
 
-def test_grpc_that_is_busy_is_asked_again():
-    """UNAVAILABLE at first."""
+@pytest.mark.parametrize("busy", [1, 2])
+def test_grpc_that_is_busy_is_asked_again(busy):
+    """UNAVAILABLE is what a collector that is out of memory answers, also to the first request."""
     import grpc
 
     calls, requests = [], []
 
     def answer(request, context):
         calls.append(1)
-        if len(calls) == 2:
-            context.abort(grpc.StatusCode.UNAVAILABLE, "later")
+        if len(calls) == busy:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "data refused due to high memory usage")
         requests.append(request)
         return b""
 

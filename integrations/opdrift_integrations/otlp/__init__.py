@@ -50,7 +50,7 @@ class OtlpExporter:
             "--timeout",
             metavar="SECONDS",
             type=_seconds,
-            help="how long one request may take (default: OTEL_EXPORTER_OTLP_TIMEOUT, else 10)",
+            help="how long one request may take (default: OTEL_EXPORTER_OTLP_TIMEOUT, which is in milliseconds, else 10)",
         )
         add(
             "--give-up-after",

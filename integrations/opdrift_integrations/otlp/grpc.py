@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -33,6 +34,9 @@ _HOPELESS: Final = frozenset(
     }
 )
 
+#: Seconds in which gRPC tells that a connection is there, after an answer has come over it.
+_TOLD: Final = 0.5
+
 
 class GrpcChannel:
     """A channel to `settings.endpoint`.
@@ -48,7 +52,8 @@ class GrpcChannel:
         parts = urlsplit(settings.endpoint)
         self._url = settings.endpoint
         self._timeout = settings.timeout
-        self._reached = False
+        self._unanswered = settings.unanswered
+        self._reached = threading.Event()
         # gRPC wants the names of headers in lower case
         self._metadata = [(name.lower(), value) for name, value in settings.headers.items()]
         compression = grpc.Compression.Gzip if settings.compress else grpc.Compression.NoCompression
@@ -63,6 +68,8 @@ class GrpcChannel:
             self._channel = grpc.secure_channel(
                 parts.netloc, _credentials(settings), options, compression
             )
+        # a server that is too busy answers with the code that stands for an address that leads nowhere
+        self._channel.subscribe(self._watch)
         self._export = self._channel.unary_unary(_METHOD)  # bytes in, bytes out
 
     def send(self, body: bytes) -> Answer:
@@ -71,19 +78,22 @@ class GrpcChannel:
             said = self._export(body, timeout=self._timeout, metadata=self._metadata)
         except grpc.RpcError as error:
             return self._failed(error)
-        self._reached = True
         return Answer(*partial_success(said, "application/grpc"))
 
     def close(self) -> None:
         """See `Channel`."""
         self._channel.close()
 
+    def _watch(self, state: grpc.ChannelConnectivity) -> None:
+        if state is grpc.ChannelConnectivity.READY:
+            self._reached.set()
+
     def _failed(self, error: grpc.RpcError) -> Answer:
         code, details = error.code(), error.details() or ""
         problem = f"{self._url} answered {code.name}" + (f": {details}" if details else "")
         if code == grpc.StatusCode.DEADLINE_EXCEEDED:
-            problem = f"{self._url} did not answer within {self._timeout:g} s"
-        unreachable = code == grpc.StatusCode.UNAVAILABLE and not self._reached
+            problem = f"{self._url} {self._unanswered}"
+        unreachable = code == grpc.StatusCode.UNAVAILABLE and not self._reached.wait(_TOLD)
         if unreachable:
             reason = details.rpartition(": ")[2] if "connect" in details else details
             problem = f"{self._url} cannot be reached ({reason}); start the receiver, or give its --endpoint"

@@ -42,7 +42,7 @@ class HttpChannel:
 
     def __init__(self, settings: Settings, content_type: str) -> None:
         self._url = settings.endpoint
-        self._timeout = settings.timeout
+        self._unanswered = settings.unanswered
         self._compress = settings.compress
         parts = urlsplit(self._url)
         self._path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
@@ -104,7 +104,7 @@ class HttpChannel:
             reason = f"{url}: no TLS connection ({error.reason or error}); is it http:// rather than https://?"
             return Answer(problem=reason, hopeless=True)
         if isinstance(error, TimeoutError):
-            return Answer(problem=f"{url} did not answer within {self._timeout:g} s", again=True)
+            return Answer(problem=f"{url} {self._unanswered}", again=True)
         if isinstance(error, socket.gaierror):
             reason = f"{url}: the host is not known ({error.strerror})"
             return Answer(problem=reason, hopeless=True)

@@ -21,6 +21,8 @@ Protocol = Literal["http", "grpc", "file"]
 PROTOCOLS: Final[Mapping[str, Protocol]] = {"http/protobuf": "http", "grpc": "grpc"}
 _DEFAULT: Final = {"http": "http://localhost:4318", "grpc": "http://localhost:4317"}
 _PATH: Final = "/v1/traces"
+#: Seconds (protocol/exporter.md, "Timeout").
+_TIMEOUT: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,7 @@ class Settings:
         protocol: "file" sends nothing.
         endpoint: The whole URL; for gRPC `http://` or `https://`, host and port. "" for a file.
         headers: Of every request.
-        timeout: Seconds that one request may take.
+        timeout: Seconds that one request may take; None for as many as it takes.
         patience: Seconds after which a batch that is not taken is given up.
         compress: With gzip.
         certificate: CA certificates to trust instead of the system's.
@@ -45,7 +47,7 @@ class Settings:
     protocol: Protocol
     endpoint: str
     headers: Mapping[str, str]
-    timeout: float
+    timeout: float | None
     patience: float
     compress: bool
     certificate: Path | None
@@ -54,6 +56,12 @@ class Settings:
     limits: Limits
     resource: Mapping[str, str]
     disabled: bool
+
+    @property
+    def unanswered(self) -> str:
+        """What is said of a receiver that took too long."""
+        limit = f" within {self.timeout:g} s; --timeout waits longer" if self.timeout else ""
+        return f"did not answer{limit}"
 
 
 def settings(options: Namespace, environ: Mapping[str, str]) -> Settings:
@@ -64,17 +72,15 @@ def settings(options: Namespace, environ: Mapping[str, str]) -> Settings:
     """
     found = _Variables(environ)
     protocol = _protocol(options, found)
-    timeout = options.timeout
-    compression = options.compression or found.otlp("COMPRESSION") or "none"
+    variable, text = found.otlp("COMPRESSION")
+    compression = options.compression or text or "none"
     if compression not in ("gzip", "none"):
-        raise InvalidOptionError(
-            f"OTEL_EXPORTER_OTLP_COMPRESSION={compression!r}: opdrift knows gzip and none."
-        )
+        raise InvalidOptionError(f"{variable}={compression!r}: opdrift knows gzip and none.")
     return Settings(
         protocol=protocol,
         endpoint="" if protocol == "file" else _endpoint(options, found, protocol),
-        headers=found.pairs("HEADERS", found.otlp("HEADERS")),
-        timeout=timeout if timeout is not None else found.seconds("TIMEOUT", 10.0),
+        headers=found.pairs(*found.otlp("HEADERS")),
+        timeout=_timeout(found) if options.timeout is None else options.timeout,
         patience=options.give_up_after,
         compress=compression == "gzip",
         certificate=found.file("CERTIFICATE"),
@@ -95,25 +101,11 @@ class _Variables:
     def get(self, name: str) -> str | None:
         return self._environ.get(name, "").strip() or None
 
-    def otlp(self, name: str) -> str | None:
-        """An exporter's variable: the one for traces, else the general one."""
-        return self.get(f"OTEL_EXPORTER_OTLP_TRACES_{name}") or self.get(
-            f"OTEL_EXPORTER_OTLP_{name}"
-        )
-
-    def seconds(self, name: str, default: float) -> float:
-        text = self.otlp(name)
-        if text is None:
-            return default
-        try:
-            found = float(text)
-        except ValueError:
-            found = 0.0
-        if not 0 < found < float("inf"):
-            raise InvalidOptionError(
-                f"OTEL_EXPORTER_OTLP_{name}={text!r} is no number of seconds above 0."
-            )
-        return found
+    def otlp(self, name: str) -> tuple[str, str | None]:
+        """The name and text of an exporter's variable: the one for traces, else the general one."""
+        special, general = (f"OTEL_EXPORTER_OTLP_{each}{name}" for each in ("TRACES_", ""))
+        text = self.get(special)
+        return (general, self.get(general)) if text is None else (special, text)
 
     def whole(self, default: int, *names: str) -> int:
         """The first of some variables that is set, a whole number from 0."""
@@ -121,17 +113,15 @@ class _Variables:
             text = self.get(name)
             if text is None:
                 continue
-            if not text.isdecimal():
-                raise InvalidOptionError(f"{name}={text!r} is not a whole number from 0.")
-            return int(text)
+            return _natural(name, text)
         return default
 
     def file(self, name: str) -> Path | None:
-        text = self.otlp(name)
+        variable, text = self.otlp(name)
         if text is None:
             return None
         if not Path(text).is_file():
-            raise InvalidOptionError(f"OTEL_EXPORTER_OTLP_{name}={text!r}: there is no such file.")
+            raise InvalidOptionError(f"{variable}={text!r}: there is no such file.")
         return Path(text)
 
     def pairs(self, name: str, text: str | None) -> Mapping[str, str]:
@@ -144,10 +134,24 @@ class _Variables:
             if not equals or not key.strip():
                 # its value may be a secret: it is not repeated
                 raise InvalidOptionError(
-                    f"OTEL_..._{name} is not of the form key=value,key=value: one part has no key and '='."
+                    f"{name} is not of the form key=value,key=value: one part has no key and '='."
                 )
             found[unquote(key.strip())] = unquote(value.strip())
         return found
+
+
+def _natural(name: str, text: str, unit: str = "") -> int:
+    if not text.isdecimal():
+        raise InvalidOptionError(f"{name}={text!r} is not a whole number{unit} from 0.")
+    return int(text)
+
+
+def _timeout(found: _Variables) -> float | None:
+    """Seconds, of the variable's milliseconds; 0 stands for no limit (configuration/common.md, "Timeout")."""
+    name, text = found.otlp("TIMEOUT")
+    if text is None:
+        return _TIMEOUT
+    return _natural(name, text, " of milliseconds") / 1000 or None
 
 
 def _protocol(options: Namespace, found: _Variables) -> Protocol:
@@ -162,10 +166,11 @@ def _protocol(options: Namespace, found: _Variables) -> Protocol:
         )
     if chosen is not None:
         return chosen
-    text = found.otlp("PROTOCOL") or "http/protobuf"
+    variable, text = found.otlp("PROTOCOL")
+    text = text or "http/protobuf"
     if text not in PROTOCOLS:
         raise InvalidOptionError(
-            f"OTEL_EXPORTER_OTLP_PROTOCOL={text!r}: opdrift sends {' and '.join(PROTOCOLS)}; choose with --protocol."
+            f"{variable}={text!r}: opdrift sends {' and '.join(PROTOCOLS)}; choose with --protocol."
         )
     return PROTOCOLS[text]
 
@@ -219,6 +224,7 @@ def _limits(found: _Variables) -> Limits:
 
 
 def _resource(found: _Variables) -> Mapping[str, str]:
-    attributes = dict(found.pairs("RESOURCE_ATTRIBUTES", found.get("OTEL_RESOURCE_ATTRIBUTES")))
-    name = found.get("OTEL_SERVICE_NAME")
-    return {**attributes, "service.name": name} if name else attributes
+    name = "OTEL_RESOURCE_ATTRIBUTES"
+    attributes = dict(found.pairs(name, found.get(name)))
+    service = found.get("OTEL_SERVICE_NAME")
+    return {**attributes, "service.name": service} if service else attributes
