@@ -26,6 +26,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import Span, Status, StatusCode, Tracer, set_span_in_context
 
 from opdrift.plugins import ModuleCall, RecorderLike
+from opdrift_integrations.paths import with_class
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +153,8 @@ class OpenTelemetryIntegration:
         }
         # a thread of autograd's has no context of the program's
         parent = None if stack else run.base
-        self._push(stack, self._start(call.kind, parent, attributes=said), call.id)
+        name = with_class(call.path, call.kind)
+        self._push(stack, self._start(name, parent, attributes=said), call.id)
 
     def returned(self, call: int) -> None:
         """See `SeesModules`."""

@@ -66,9 +66,9 @@ def test_run_steps_and_module_calls_are_spans(spans, tmp_path):
 
     step = [
         ("Sequential", "torch.step"),
-        ("Linear", "Sequential"),
-        ("Sequential", "Sequential"),
-        ("ReLU", "Sequential"),
+        ("0 (Linear)", "Sequential"),
+        ("1 (Sequential)", "Sequential"),
+        ("1.0 (ReLU)", "1 (Sequential)"),
     ]
     assert spans.nesting == [
         ("torch.run", None),
@@ -100,8 +100,8 @@ def test_the_program_s_own_spans_belong_to_the_module_that_opens_them(spans, tmp
         net(torch.ones(2))
 
     assert spans.nesting == [
-        ("request", None), ("torch.run", "request"), ("Sequential", "torch.run"), ("Own", "Sequential"),
-        ("lookup", "Own"),
+        ("request", None), ("torch.run", "request"), ("Sequential", "torch.run"), ("0 (Own)", "Sequential"),
+        ("lookup", "0 (Own)"),
     ]  # fmt: skip
 
 
@@ -129,7 +129,7 @@ def test_an_exception_leaves_no_span_open(spans, tmp_path):
     told = {s.name: (s.status.status_code.name, [e.name for e in s.events]) for s in spans.ended}
     failed = ("ERROR", ["exception"])
     assert told == {
-        "torch.run": failed, "Sequential": failed, "Fails": failed, "ReLU": ("UNSET", []),
+        "torch.run": failed, "Sequential": failed, "1 (Fails)": failed, "0 (ReLU)": ("UNSET", []),
     }  # fmt: skip
     assert caught.value.__traceback__ is not None
     assert trace.get_current_span() is trace.INVALID_SPAN
@@ -164,8 +164,8 @@ def test_an_interrupted_module_is_closed_when_the_next_one_begins(spans, tmp_pat
 
     assert spans.nesting == [
         ("torch.run", None),
-        ("Sequential", "torch.run"), ("Interrupted", "Sequential"),
-        ("Sequential", "torch.run"), ("Interrupted", "Sequential"),
+        ("Sequential", "torch.run"), ("0 (Interrupted)", "Sequential"),
+        ("Sequential", "torch.run"), ("0 (Interrupted)", "Sequential"),
     ]  # fmt: skip
 
 
@@ -245,7 +245,7 @@ def test_scopes_of_the_program_are_spans(spans, tmp_path):
         torch.ones(2) + 1
 
     assert spans.nesting == [
-        ("torch.run", None), ("scope", "torch.run"), ("Sequential", "scope"), ("ReLU", "Sequential"),
+        ("torch.run", None), ("generation (scope)", "torch.run"), ("Sequential", "generation (scope)"), ("0 (ReLU)", "Sequential"),
     ]  # fmt: skip
 
 
@@ -258,7 +258,7 @@ def test_modules_that_autograd_runs_again_belong_to_the_run(spans, tmp_path):
 
     roots = [s for s in spans.ended if s.parent is None]
     assert [s.name for s in roots] == ["torch.run"]
-    assert [name for name, _ in spans.nesting].count("Linear") == 2
+    assert [name for name, _ in spans.nesting].count("0 (Linear)") == 2
 
 
 def test_one_integration_serves_one_recording_at_a_time(spans, tmp_path):
@@ -281,7 +281,7 @@ def test_a_tracer_that_fails_does_not_reach_the_program(spans, tmp_path):
 
     class Broken:
         def start_span(self, name, *args, **options):
-            if name == "Linear":
+            if name == "0 (Linear)":
                 raise RuntimeError("no exporter")
             return spans.tracer.start_span(name, *args, **options)
 
@@ -294,7 +294,7 @@ def test_a_tracer_that_fails_does_not_reach_the_program(spans, tmp_path):
     assert result.shape == (2, 4)
     (failure,) = opdrift.load(tmp_path / "a.trace").footer.failures
     assert "no exporter" in failure["error"]
-    assert ("ReLU", "Sequential") in spans.nesting
+    assert ("1.0 (ReLU)", "1 (Sequential)") in spans.nesting
 
 
 def test_modules_of_other_threads_are_not_told(spans, tmp_path):

@@ -107,16 +107,16 @@ def test_spans_nest_as_modules_do(exported):
     x = build.leaf("x", kind="input")
     with build.scope("block", type="Block"):
         x = build.op("mm", x, build.leaf("w"))
-        with build.scope("block.norm", type="LayerNorm"):
+        with build.scope("norm", type="LayerNorm"):
             x = build.op("native_layer_norm", x)
     build.output(build.op("relu", x))
 
     assert exported(build.build()).nesting == [
         ("torch.run", None),
-        ("Block", "torch.run"),
-        ("LayerNorm", "Block"),
-        ("aten.mm.default", "Block"),
-        ("aten.native_layer_norm.default", "LayerNorm"),
+        ("block (Block)", "torch.run"),
+        ("block.norm (LayerNorm)", "block (Block)"),
+        ("aten.mm.default", "block (Block)"),
+        ("aten.native_layer_norm.default", "block.norm (LayerNorm)"),
         ("aten.relu.default", "torch.run"),
     ]
 
@@ -137,15 +137,15 @@ def test_steps_hold_what_follows_their_mark(exported):
         ("torch.run", None),
         ("torch.step", "torch.run"),
         ("torch.step", "torch.run"),
-        ("Linear", "torch.step"),
+        ("fc (Linear)", "torch.step"),
         ("aten.relu.default", "torch.run"),
-        ("aten.mm.default", "Linear"),
+        ("aten.mm.default", "fc (Linear)"),
         ("aten.gelu.default", "torch.step"),
     ]
     steps = [span for span in found.spans if span.name == "torch.step"]
     assert [attributes_of(step) for step in steps] == [{"torch.step": 10}, {"torch.step": 20}]
     assert found.named("aten.gelu.default").parent_span_id == steps[1].span_id
-    assert found.named("Linear").parent_span_id == steps[0].span_id
+    assert found.named("fc (Linear)").parent_span_id == steps[0].span_id
 
 
 def test_gathers_and_moves_are_spans_with_their_fields(exported):
@@ -171,7 +171,7 @@ def test_gathers_and_moves_are_spans_with_their_fields(exported):
         "torch.gather.parameters": ["fc.weight"],
         "torch.gather.intact": True,
     }
-    assert (found.parent(gather), found.parent(move)) == ("Linear", "torch.run")
+    assert (found.parent(gather), found.parent(move)) == ("fc (Linear)", "torch.run")
     assert gather.status.code == 0
     assert (move.status.code, move.status.message) == (2, "the move is not what its source held")
     assert attributes_of(move)["torch.move.mismatch"] == '[{"parameter":"fc.weight"}]'
@@ -180,11 +180,17 @@ def test_gathers_and_moves_are_spans_with_their_fields(exported):
 @pytest.mark.parametrize(
     ("level", "names"),
     [
-        ("module", {"torch.run", "Module"}),
-        ("divergent", {"torch.run", "Module", "aten.gelu.default", "aten.mm.default"}),
+        ("module", {"torch.run", "fc (Module)"}),
+        ("divergent", {"torch.run", "fc (Module)", "aten.gelu.default", "aten.mm.default"}),
         (
             "all",
-            {"torch.run", "Module", "aten.relu.default", "aten.gelu.default", "aten.mm.default"},
+            {
+                "torch.run",
+                "fc (Module)",
+                "aten.relu.default",
+                "aten.gelu.default",
+                "aten.mm.default",
+            },
         ),
     ],
 )
@@ -225,7 +231,8 @@ def test_a_part_of_a_run_holds_only_what_is_around_it(tmp_path, recorded):
 
     (request,) = map(parsed, out.read_text().splitlines())
     assert [span.name for span in spans_of(request)] == [
-        "torch.run", "Sequential", "Block", "Attention", "Linear", "Linear",
+        "torch.run", "Sequential", "2 (Block)", "2.attention (Attention)",
+        "2.attention.qkv (Linear)", "2.attention.out (Linear)",
     ]  # fmt: skip
     assert not spans_of(request)[0].events
 
@@ -391,7 +398,7 @@ def test_the_first_divergence_is_an_event_and_an_error(exported):
         "diverged",
         told["torch.diff.summary"],
     )
-    assert attributes_of(found.named("Module"))["torch.diff.differing_ops"] == 2
+    assert attributes_of(found.named("fc (Module)"))["torch.diff.differing_ops"] == 2
 
 
 def test_links_lead_to_the_same_op_of_the_other_run(exported, recorded):
@@ -430,7 +437,7 @@ def test_without_ops_the_event_is_on_the_module(exported):
 
     found = exported(plant(words, 2), against=trace(words), level="module")
 
-    module = found.named("Module")
+    module = found.named("fc (Module)")
     assert [event.name for event in module.events] == ["torch.diff.first_divergence"]
     assert module.status.code == 2
 

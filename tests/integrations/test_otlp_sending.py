@@ -54,7 +54,7 @@ def test_all_spans_arrive_and_are_counted():
     assert said == f"sent 5 spans, refused 0: {there.url}/v1/traces"
     assert there.paths == ["/v1/traces"]
     assert [span.name for span in there.spans] == [
-        "torch.run", "Module", "aten.mm.default", "aten.relu.default", "aten.mm.default",
+        "torch.run", "fc (Module)", "aten.mm.default", "aten.relu.default", "aten.mm.default",
     ]  # fmt: skip
     assert there.headers[0]["Content-Type"] == "application/x-protobuf"
 

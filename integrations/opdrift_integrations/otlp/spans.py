@@ -12,6 +12,7 @@ from opdrift_integrations.otlp.encoding import NO_EXTRAS, Encoder, Event, Extras
 from opdrift_integrations.otlp.identity import Kind, span_id, trace_id
 from opdrift_integrations.otlp.ops import OpSpans
 from opdrift_integrations.otlp.tree import Tree
+from opdrift_integrations.paths import with_class
 
 #: Marks that are spans, or that say what other spans do.
 _NO_EVENTS: Final = frozenset({"step", "gather", "move", "use", "collective", "scalar", "kernels"})
@@ -164,7 +165,7 @@ class Spans:
             if first is not None and (first.kind, first.number) == (Kind.CALL, number):
                 extras = first.extras(times[0] + self._clock)
             ids = tree.call_id(number), tree.call_parent(number)
-            name = self._trace.call_name(path)[1] or "module"
+            name = with_class(*self._trace.call_name(path))
             encoded = shared + self._encoder.attributes(own)
             yield self._encoded(*ids, name, times, encoded, extras)
 
