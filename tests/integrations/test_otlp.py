@@ -614,6 +614,23 @@ def test_odd_values_arrive(kind, value, sent):
     assert attributes_of(spans_of(read(body))[0]) == {"odd": sent}
 
 
+@pytest.mark.parametrize("kind", [Protobuf, JsonLines])
+def test_half_of_a_surrogate_pair_arrives_wherever_a_text_stands(kind):
+    """In names, keys and the status, too: a receiver would refuse the whole request for one."""
+    odd, sent = "a\ud800b", "a\\ud800b"
+    extras = Extras([Event(odd, 1, {odd: 1})], (), odd)
+    encoder = kind(TRACE_ID, {odd: odd}, SCOPE, Limits())
+
+    body = encoder.request([encoder.span(b"12345678", b"", odd, 1, 2, (), extras)])
+
+    read = parsed if kind is JsonLines else ExportTraceServiceRequest.FromString
+    (span,) = spans_of(read(body))
+    (event,) = span.events
+    resource = read(body).resource_spans[0].resource
+    assert (span.name, span.status.message, event.name) == (sent, sent, sent)
+    assert (attributes_of(event), attributes_of(resource)) == ({sent: 1}, {sent: sent})
+
+
 def test_hostile_names_and_huge_arguments_arrive(exported):
     """Markup and line breaks as they are; what is very long is cut."""
     build = Builder()

@@ -44,12 +44,15 @@ class Extras:
 
     Attributes:
         error: Why the status is ERROR; None leaves it unset.
+        dropped_events: How many more there were.
+        dropped_links: Likewise.
     """
 
     events: Sequence[Event] = ()
     links: Sequence[Link] = ()
     error: str | None = None
     dropped_events: int = 0
+    dropped_links: int = 0
 
 
 NO_EXTRAS: Final = Extras()
@@ -98,6 +101,22 @@ class Encoder(Protocol):
 
     def request(self, spans: Sequence[bytes]) -> bytes:
         """A request with these spans."""
+
+
+def limited(extras: Extras, limits: Limits) -> Extras:
+    """What limits leave of them; the rest is counted."""
+    return Extras(
+        extras.events[: limits.events],
+        extras.links[: limits.links],
+        None if extras.error is None else extras.error[: limits.length],
+        extras.dropped_events + max(len(extras.events) - limits.events, 0),
+        extras.dropped_links + max(len(extras.links) - limits.links, 0),
+    )
+
+
+def utf8(text: str) -> bytes:
+    """A text as bytes; a lone surrogate, which UTF-8 lacks, as Python writes it."""
+    return text.encode("utf-8", "backslashreplace")
 
 
 def shortened(value: Value, length: int) -> Value:

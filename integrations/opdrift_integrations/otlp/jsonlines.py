@@ -22,7 +22,9 @@ from opdrift_integrations.otlp.encoding import (
     Limits,
     Link,
     Value,
+    limited,
     shortened,
+    utf8,
 )
 
 
@@ -64,7 +66,7 @@ class JsonLines:
         if parent:
             said["parentSpanId"] = parent.hex()
         said |= {
-            "name": name[: limits.length],
+            "name": _text(name[: limits.length]),
             "kind": INTERNAL,
             "startTimeUnixNano": str(start),
             "endTimeUnixNano": str(end),
@@ -81,24 +83,23 @@ class JsonLines:
         return self._head + b",".join(spans) + self._tail
 
     def _rest(self, extras: Extras) -> dict[str, Any]:
-        limits = self._limits
+        kept = limited(extras, self._limits)
         said: dict[str, Any] = {}
-        if extras.events:
-            said["events"] = [self._event(event) for event in extras.events[: limits.events]]
-        dropped = extras.dropped_events + max(len(extras.events) - limits.events, 0)
-        if dropped:
-            said["droppedEventsCount"] = dropped
-        if extras.links:
-            said["links"] = [self._link(link) for link in extras.links[: limits.links]]
-        if len(extras.links) > limits.links:
-            said["droppedLinksCount"] = len(extras.links) - limits.links
-        if extras.error is not None:
-            said["status"] = {"code": ERROR, "message": extras.error[: limits.length]}
+        if kept.events:
+            said["events"] = [self._event(event) for event in kept.events]
+        if kept.dropped_events:
+            said["droppedEventsCount"] = kept.dropped_events
+        if kept.links:
+            said["links"] = [self._link(link) for link in kept.links]
+        if kept.dropped_links:
+            said["droppedLinksCount"] = kept.dropped_links
+        if kept.error is not None:
+            said["status"] = {"code": ERROR, "message": _text(kept.error)}
         return said
 
     def _event(self, event: Event) -> dict[str, Any]:
         pairs = self._pairs(event.attributes, self._limits.event_attributes)
-        said = {"name": event.name, "timeUnixNano": str(event.time), "attributes": pairs}
+        said = {"name": _text(event.name), "timeUnixNano": str(event.time), "attributes": pairs}
         dropped = len(event.attributes) - len(pairs)
         return {**said, "droppedAttributesCount": dropped} if dropped else said
 
@@ -111,7 +112,9 @@ class JsonLines:
 
     def _pairs(self, values: Attributes, limit: int) -> list[dict[str, Any]]:
         length = self._limits.length
-        pairs = [{"key": k, "value": _value(shortened(v, length))} for k, v in values.items()]
+        pairs = [
+            {"key": _text(k), "value": _value(shortened(v, length))} for k, v in values.items()
+        ]
         return pairs[:limit]
 
 
@@ -119,10 +122,13 @@ def _dump(data: object) -> bytes:
     return json.dumps(data, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
+def _text(text: str) -> str:
+    return utf8(text).decode()
+
+
 def _value(value: Value) -> dict[str, Any]:
     if isinstance(value, str):
-        # a lone surrogate, which UTF-8 lacks, as Python writes it
-        return {"stringValue": value.encode("utf-8", "backslashreplace").decode("utf-8")}
+        return {"stringValue": _text(value)}
     if isinstance(value, bool):
         return {"boolValue": value}
     if isinstance(value, int):

@@ -22,7 +22,9 @@ from opdrift_integrations.otlp.encoding import (
     Limits,
     Link,
     Value,
+    limited,
     shortened,
+    utf8,
 )
 
 _FIXED64: Final = struct.Struct("<Q")
@@ -107,19 +109,17 @@ class Protobuf:
         return _field(1, self._resource + _field(2, scoped) + self._schema)
 
     def _rest(self, extras: Extras) -> bytes:
-        limits = self._limits
-        dropped = extras.dropped_events + max(len(extras.events) - limits.events, 0)
-        parts = [_field(11, self._event(event)) for event in extras.events[: limits.events]]
-        if dropped:
-            parts.append(_count(12, dropped))
-        parts += [_field(13, self._link(link)) for link in extras.links[: limits.links]]
-        if len(extras.links) > limits.links:
-            parts.append(_count(14, len(extras.links) - limits.links))
-        if extras.error is None:
+        kept = limited(extras, self._limits)
+        parts = [_field(11, self._event(event)) for event in kept.events]
+        if kept.dropped_events:
+            parts.append(_count(12, kept.dropped_events))
+        parts += [_field(13, self._link(link)) for link in kept.links]
+        if kept.dropped_links:
+            parts.append(_count(14, kept.dropped_links))
+        if kept.error is None:
             parts.append(_UNSET)
         else:
-            message = _text(2, extras.error[: limits.length])
-            parts.append(_field(15, message + _count(3, ERROR)))
+            parts.append(_field(15, _text(2, kept.error) + _count(3, ERROR)))
         return b"".join(parts)
 
     def _event(self, event: Event) -> bytes:
@@ -158,7 +158,7 @@ def _cut(encoded: tuple[bytes, ...], limit: int, number: int) -> tuple[tuple[byt
 
 def _value(value: Value) -> bytes:
     if isinstance(value, str):
-        encoded = value.encode("utf-8", "backslashreplace")
+        encoded = utf8(value)
         return b"\x0a" + _varint(len(encoded)) + encoded
     if isinstance(value, bool):
         return b"\x10\x01" if value else b"\x10\x00"
@@ -179,8 +179,8 @@ def _field(number: int, content: bytes) -> bytes:
 
 
 def _text(number: int, text: str) -> bytes:
-    """A text as a field; a lone surrogate, which UTF-8 lacks, as Python writes it. Empty ones are left out."""
-    return _field(number, text.encode("utf-8", "backslashreplace")) if text else b""
+    """A text as a field; empty ones are left out."""
+    return _field(number, utf8(text)) if text else b""
 
 
 def _count(number: int, count: int) -> bytes:
