@@ -13,6 +13,7 @@ from opdrift.diagnose import Tolerance, diff
 from opdrift.errors import IncomparableTracesError, InvalidOptionError
 from opdrift.records import Diagnosis, Divergence, Sides
 from opdrift.testing import Builder, trace
+from opdrift.testing.contents import Change
 from opdrift.tracefile.reader import Trace
 
 
@@ -660,6 +661,23 @@ def test_growth_tells_where_the_difference_grew():
     assert [(g.module, g.ops, g.differing) for g in found.growth] == [
         ("a", 1, 0), ("b", 2, 2), ("c", 1, 1),
     ]  # fmt: skip
+
+
+def test_growth_and_card_give_an_origin_one_size():
+    """Also where another output of the op than the one that is told differs by more."""
+
+    def run(change: Change = "") -> Trace:
+        build = Builder()
+        x = build.leaf("x", kind="input")
+        with build.scope("norm"):
+            made = build.op("native_layer_norm", x, change=change, outputs=3)
+        build.output(made)
+        return build.build()
+
+    found = diff(run(), run("*"))
+
+    (point,) = found.growth
+    assert point.relative_difference == first(found).relative_difference
 
 
 def test_the_size_at_the_result_is_told():

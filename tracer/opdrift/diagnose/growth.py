@@ -42,9 +42,10 @@ def growth_of(case: Case, origins: Mapping[int, float]) -> tuple[GrowthPoint, ..
     total = np.cumsum(differing)
     alone = np.cumsum(np.concatenate([[0], case.pairing.right_of < 0]))
     for received in receive(case, rows):
-        if received.after is not None:
-            at = int(case.pairing.left[received.row])
-            largest[at] = max(largest[at], received.after)
+        at = int(case.pairing.left[received.row])
+        # an origin has the size that is told of it, which may be that of one output among others
+        if received.after is not None and at not in origins:
+            largest[at] = received.after
     stretches = _merged([(starts[i], starts[i + 1]) for i in range(len(starts) - 1)])
     points = []
     for start, end in stretches:
