@@ -34,6 +34,8 @@ class FakeWriter:
             raise self.error
         self.tables.append(table)
 
+    def announce(self, mark: Any) -> None: ...
+
     def check(self) -> None: ...
 
     def close(self, footer: Any) -> None:
@@ -151,6 +153,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A watchdog that looks often, and a flush that is due at once."""
     monkeypatch.setattr(spool_module, "_WATCH_SECONDS", 0.05)
     monkeypatch.setattr(spool_module, "FLUSH_NS", 0)
+    monkeypatch.setattr(spool_module, "_GRACE_NS", 0)
 
 
 @pytest.mark.usefixtures("impatient")
@@ -174,6 +177,31 @@ def test_an_idle_thread_is_flushed_while_another_is_busy(spool: Spool, writer: F
     spool.flush(busy)
 
     assert busy.due > time.perf_counter_ns() > idle[0].due
+
+
+def test_the_watchdog_sleeps_no_longer_than_until_a_thread_s_rows_are_due(spool: Spool):
+    """A thread that flushed and then fell silent would else keep its last rows for a second look, after the promised one."""
+    t = spool.thread()
+    idle = spool._until_due()
+    spool.flush(t)
+    spool.mark(t, "step", {})
+    far, t.due = spool._until_due(), time.perf_counter_ns() + 300_000_000
+
+    assert idle == far == spool_module._WATCH_SECONDS
+    assert spool._until_due() <= 0.35
+
+
+def test_rows_are_on_disk_before_what_may_end_the_process(spool: Spool, writer: FakeWriter):
+    """Unless the last flush was just before: a program that issues many collectives is not slowed down."""
+    t = spool.thread()
+    spool.flush(t)
+    spool.mark(t, "step", {})
+    spool.announce(t, "collective", {})
+    at_once = list(writer.tables)
+    t.due -= spool_module._SOON_NS
+    spool.announce(t, "collective", {})
+
+    assert (at_once, writer.tables) == ([], ["marks"])
 
 
 class GrowingBuffers:
@@ -211,6 +239,7 @@ def test_the_watchdog_and_the_busy_thread_lose_and_double_no_op(
 ):
     """They write the same buffers; the footer counts what the table holds."""
     monkeypatch.setattr(spool_module, "_WATCH_SECONDS", 0.0002)
+    monkeypatch.setattr(spool_module, "_GRACE_NS", 0)
     monkeypatch.setattr(spool_module, "FLUSH_NS", 500_000)
     with opdrift.record(tmp_path / "run.trace"):
         a = torch.ones(2)

@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import perf_counter_ns as now
 from typing import TYPE_CHECKING, Any, Final
 
@@ -26,9 +26,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("opdrift")
 
-#: A busy thread flushes after this time; an idle one is flushed by the watchdog.
-FLUSH_NS: Final = 900_000_000
-_WATCH_SECONDS: Final = 1.0
+#: A busy thread flushes after this time. With what a flush takes on a busy machine it stays within the second that a
+#: killed process is said to lose.
+FLUSH_NS: Final = 700_000_000
+#: A thread that has not flushed by itself so long after that is idle, or in a long op: the watchdog flushes it.
+_GRACE_NS: Final = 50_000_000
+#: So often the watchdog looks at least, as a thread may have begun to wait meanwhile.
+_WATCH_SECONDS: Final = 0.5
+#: What announces that the process may end is preceded by a flush, if the last one is longer ago than this.
+_SOON_NS: Final = 250_000_000
 _LAST_THREAD: Final = 255
 
 
@@ -103,7 +109,12 @@ class Spool:
         self._marks.append(_mark_row(t, kind, fields))
 
     def announce(self, t: ThreadBuffers, kind: str, fields: Mapping[str, Any]) -> None:
-        """Write a mark that is on disk when this returns: what it announces may end the process."""
+        """Write a mark that is on disk when this returns: what it announces may end the process.
+
+        So do the rows of the thread, unless they were written just before; only the thread itself may ask.
+        """
+        if now() > t.due - FLUSH_NS + _SOON_NS:
+            self.flush(t)
         if not self.writing or not self.is_ours():
             return
         row = _mark_row(t, kind, fields)
@@ -226,11 +237,23 @@ class Spool:
 
     def _watch(self) -> None:
         """Flush what idle threads left; busy threads flush themselves."""
-        while not self._end.wait(_WATCH_SECONDS):
-            for t in list(self._threads.values()):
-                waiting = t.pending or self._marks or self._leaves
-                if waiting and now() > t.due:
+        while not self._end.wait(self._until_due()):
+            for t in self._waiting():
+                if now() > t.due + _GRACE_NS:
                     self.flush(t, reset=False)
+
+    def _until_due(self) -> float:
+        """For how many seconds the watchdog need not look."""
+        due = min((t.due for t in self._waiting()), default=None)
+        if due is None:
+            return _WATCH_SECONDS
+        return min(_WATCH_SECONDS, max(0.0, (due + _GRACE_NS - now()) / 1e9))
+
+    def _waiting(self) -> Iterator[ThreadBuffers]:
+        """The threads whose rows are not all on disk; all of them while rows wait that are nobody's."""
+        for t in list(self._threads.values()):
+            if t.pending or self._marks or self._leaves:
+                yield t
 
 
 def _mark_row(t: ThreadBuffers, kind: str, fields: Mapping[str, Any] | str) -> MarkRow:
