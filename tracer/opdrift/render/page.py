@@ -91,6 +91,7 @@ class Column:
         keep: Where the table is too wide, columns are cut, and go, in the order of this number, lowest first.
         shorten: Its texts may be cut at the left (paths: the end tells more); others never are.
         least: A column that may be shortened keeps this many cells.
+        named: Where a row becomes a line of text, the heading stands before it, as before a number.
     """
 
     title: str
@@ -98,6 +99,7 @@ class Column:
     keep: int = 9
     shorten: bool = False
     least: int = 12
+    named: bool = False
 
 
 class Page:
@@ -184,15 +186,19 @@ class Page:
         whole = indent + sum(_longest(cells, i) + 2 for i in range(len(columns))) - 2
         return self.screen.width is None or whole <= self.screen.width
 
-    def entries(self, columns: Sequence[Column], rows: Sequence[Sequence[str | Text]]) -> None:
+    def entries(
+        self, columns: Sequence[Column], rows: Sequence[Sequence[str | Text]], *, indent: int = 2
+    ) -> None:
         """A table whose every column counts: where one would have to go, each row becomes a line of text instead."""
         cells = [[c if isinstance(c, Text) else self.text(c) for c in row] for row in rows]
         heads = [self.text(column.title) for column in columns]
-        if len(self._fitting(columns, [heads, *cells], 2)) == len(columns):
-            self.table(columns, rows)
+        whole = [heads, *(row for row in cells if len(row) == len(columns))]
+        if len(self._fitting(columns, whole, indent)) == len(columns):
+            self.table(columns, rows, indent=indent)
             return
         for row in cells:
-            self.line(Text(", ").join(_titled(columns, row)), indent=2, hang=2)
+            titled = row if len(row) < len(columns) else _titled(columns, row)
+            self.line(Text(", ").join(titled), indent=indent, hang=2)
 
     def table(
         self, columns: Sequence[Column], rows: Sequence[Sequence[str | Text]], *, indent: int = 2
@@ -289,8 +295,8 @@ def _titled(columns: Sequence[Column], row: Sequence[Text]) -> Iterator[Text]:
     """The cells that say something; a number with its heading, which tells what it counts."""
     for column, cell in zip(columns, row, strict=True):
         if cell.plain:
-            number = column.align == "right" and column.title
-            yield Text.assemble(f"{column.title} ", cell) if number else cell
+            named = column.title and (column.named or column.align == "right")
+            yield Text.assemble(f"{column.title} ", cell) if named else cell
 
 
 def _longest(rows: Sequence[Sequence[Text]], column: int) -> int:

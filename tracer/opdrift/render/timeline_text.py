@@ -42,15 +42,20 @@ def timeline(page: Page, events: Sequence[Event]) -> None:
     steps = has_steps(events)
     columns = (
         Column("op", align="right"),
-        *((Column("step", align="right", keep=2),) if steps else ()),
+        *((Column("step", align="right"),) if steps else ()),
         Column("what"),
-        Column("content"),
-        Column("by", keep=8, shorten=True),
+        Column("content", named=True),
+        Column("by"),
     )
     rows = event_rows(events, steps=steps)
-    if not page.fits(columns, [row for row in rows if len(row) == len(columns)]):
-        rows = event_rows(events, steps=steps, lines=False)  # the op says more than its line
-    page.table(columns, rows)
+    if not _fits(page, columns, rows):
+        short = event_rows(events, steps=steps, lines=False)  # the op says more than its line
+        rows = short if _fits(page, columns, short) else rows
+    page.entries(columns, rows)
+
+
+def _fits(page: Page, columns: Sequence[Column], rows: Sequence[tuple[str, ...]]) -> bool:
+    return page.fits(columns, [row for row in rows if len(row) == len(columns)])
 
 
 def has_steps(events: Sequence[Event]) -> bool:

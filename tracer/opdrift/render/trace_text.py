@@ -171,7 +171,7 @@ def _frequent(page: Page, trace: Trace) -> None:
 
 
 def _table(page: Page, columns: Sequence[Column], rows: Sequence[tuple[str, ...]]) -> None:
-    page.table(columns, rows[:_ROWS])
+    page.entries(columns, rows[:_ROWS])
     if len(rows) > _ROWS:
         page.line(f"and {count(len(rows) - _ROWS)} more", "quiet", indent=2)
 
@@ -184,10 +184,10 @@ def op_table(trace: Trace, ops: Sequence[int], screen: Screen) -> str:
         Column("name", keep=8),
         Column("module", keep=7, shorten=True),
         Column("output", keep=5),
-        Column("digest", keep=6),
+        Column("digest", keep=6, named=True),
         Column("us", "right", keep=4),
     )
-    page.table(columns, [_row(trace, trace.op(i)) for i in ops], indent=0)
+    page.entries(columns, [_row(trace, trace.op(i)) for i in ops], indent=0)
     return page.render()
 
 
