@@ -72,6 +72,7 @@ RUNS = {
     "fsdp2-exchanged": Run(fsdp2, between=exchange),
     "fsdp1-alone": Run(fsdp1, record={"integrations": ()}),
     "fsdp2-alone": Run(fsdp2, record={"integrations": ()}),
+    "fsdp1-flat-alone": Run(fsdp1, options={"use_orig_params": False}, record={"integrations": ()}),
     "fsdp2-bf16": Run(fsdp2, options={"mp_policy": BF16}),
     "fsdp2-gradients": Run(fsdp2, gradients=double),
 }

@@ -277,6 +277,21 @@ class Contents:
         same = words[place] == wanted
         return covered[same], known[first[place[same]]]
 
+    @cached_property
+    def by_whole(self) -> Words:
+        """Content words of parts, by the largest value of their state and where they lie in it; 0 for all others.
+
+        A part that one run names, and so reads by itself, the other may know by this alone.
+        """
+        found = np.zeros(len(self.states.of), np.uint64)
+        parts = np.flatnonzero(self.states.of >= 0)
+        base = self.states.base[self.states.of[parts]]
+        inside = (base >= 0) & (base != parts)
+        parts, base = parts[inside], base[inside]
+        inside = ~self._same_order(base, parts) & self._covers(base, parts)
+        found[parts[inside]] = self._placed(base[inside], parts[inside])
+        return found
+
     def _unseen_arrivals(self) -> Ints:
         """Results that came after their op had returned, and of which only parts were read since, if anything."""
         outputs = self.trace.ops.outputs

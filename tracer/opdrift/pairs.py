@@ -66,8 +66,9 @@ class Compared:
         place = a.by_place[left], b.by_place[right]
         lineage = a.by_lineage[left], b.by_lineage[right]
         part = a.by_part[left], b.by_part[right]
+        whole = a.by_whole[left], b.by_whole[right]
         equal = np.zeros(len(left), np.bool_)
-        for one, other in (place, lineage, part):
+        for one, other in (place, lineage, part, whole):
             equal |= (one == other) & (one != 0)
         blank = ((place[0] == 0) & (lineage[0] == 0)) | ((place[1] == 0) & (lineage[1] == 0))
         blank |= a.tells_nothing(b, left, right)

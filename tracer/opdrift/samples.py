@@ -424,6 +424,11 @@ class SampleContents(Contents):
         return self.by_lineage
 
     @cached_property
+    def by_whole(self) -> Words:
+        """Nothing: equal batches need not hold the same sample."""
+        return np.zeros(len(self.states.of), np.uint64)
+
+    @cached_property
     def root(self) -> Ints:
         """What each value is a view or a copy of: batches of other sizes are laid out by other views and copies."""
         ops, states = self.trace.ops, self.states.of

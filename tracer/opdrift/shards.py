@@ -102,11 +102,29 @@ def parts_not_followed(trace: Trace) -> tuple[str, ...]:
 
 def differently_sharded(left: Trace, right: Trace) -> frozenset[str]:
     """Names whose tensors are parts in one run, and whole or other parts in the other."""
+    alone = parts_not_followed(left), parts_not_followed(right)
     a, b = (
-        {**dict.fromkeys(parts_not_followed(trace), _UNKNOWN), **sharding(trace)}
-        for trace in (left, right)
+        {**dict.fromkeys(names, _UNKNOWN), **sharding(trace)}
+        for names, trace in zip(alone, (left, right), strict=True)
     )
-    return frozenset(name for name in a.keys() | b.keys() if a.get(name) != b.get(name))
+    found = {name for name in a.keys() | b.keys() if a.get(name) != b.get(name)}
+    return frozenset(found.union(_held(alone[0], left, right), _held(alone[1], right, left)))
+
+
+def _held(alone: tuple[str, ...], trace: Trace, other: Trace) -> set[str]:
+    """Names of the other run's parameters that tensors of this one may hold: parts that nothing followed.
+
+    Such a tensor has a name of its own, in the module whose parameters it holds, and these have no name in this run.
+    """
+    known, theirs = (
+        {leaf.name for leaf in each.leaves if leaf.kind == "parameter"} for each in (trace, other)
+    )
+    modules = {name.rpartition(".")[0] for name in alone if name not in theirs}
+    return {
+        name
+        for name in theirs - known
+        if any(not module or name.startswith(f"{module}.") for module in modules)
+    }
 
 
 def ops_on_parts(trace: Trace) -> npt.NDArray[np.bool_]:
