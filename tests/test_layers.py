@@ -25,14 +25,14 @@ LAYERS: tuple[tuple[int, str, str], ...] = (
     (
         2,
         RECORDING,
-        "batches buffers choices collectives compilations environment fingerprint imports interning kernels memory neutral outcomes plans randomness rereading scopes sources spool storages values",
+        "batches buffers choices collectives compilations environment fingerprint imports interning kernels memory neutral outcomes plans randomness rereading scopes sources spool storages transfers values",
     ),
     (3, RECORDING, "boundaries checkpoint_digests mode naming options recorder"),
     (2, READING, "align components contents deliveries layouts neighbours regions shards tokens"),
     (
         3,
         READING,
-        "bounds case compare extracalls flow leaves matches modelsettings openmasks orders pairs parts picks provenance races regionresults samples settings sinks steps timeline unfollowed",
+        "bounds case compare copies extracalls flow leaves matches modelsettings openmasks orders pairs parts picks provenance races regionresults samples settings sinks steps timeline unfollowed",
     ),
     (
         4,

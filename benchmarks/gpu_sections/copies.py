@@ -45,6 +45,14 @@ def check_copies(check: Check, scratch: Path) -> None:
     check.expect(all(same), "recording changed what a copy under way gave")
 
     trace = opdrift.load(path)
+    moves = [
+        (mark.fields["direction"], mark.fields["blocking"])
+        for mark in trace.marks
+        if mark.kind == "move"
+    ]
+    both_ways = [("device-to-host", False), ("host-to-device", False)] if check.is_gpu else []
+    check.expect(moves == both_ways, f"the copies between host and device are told as {moves}")
+
     # before the sum that ends the round trip reads it, the copy must have arrived
     wanted = {"aten.add.Tensor": pinned, "aten.mul.Tensor": pinned}
     read = known = 0

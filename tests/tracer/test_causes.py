@@ -1299,6 +1299,7 @@ OTHER_RULES = {
     "reshaped",
     "unseen-kernel",
     "unseen-write",
+    "copied-otherwise",
     "race-gathered",
     "race-in-flight",
     "structure-gathered",

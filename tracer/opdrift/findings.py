@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from opdrift.checkpoints import dropped
+from opdrift.copies import copies
 from opdrift.gathers import gather_findings, random_parts
 from opdrift.moves import moves
 from opdrift.neighbours import Neighbours
@@ -64,6 +65,7 @@ def _of_one(trace: Trace) -> Iterator[Finding]:
     yield from _uninitialised(trace, steps)
     yield from _nonfinite(trace, steps)
     yield from moves(trace, steps.known_at)
+    yield from copies(trace, steps.known_at)
     yield from overwritten(trace, steps.known_at)
     yield from races(trace, steps.known_at)
     yield from dropped(trace, steps.known_at)

@@ -129,7 +129,7 @@ class RecordingMode(TorchDispatchMode):
         self._plain: frozenset[type] = PLAIN
         self._signatures = interning.signatures
         self._complex = interning.complex
-        self._outcomes = Outcomes(values, collectives)
+        self._outcomes = Outcomes(values, collectives, write_mark)
         self._seq = itertools.count(1)
         self._seeds = Seeds()
         #: module path -> why torch.nn did not take its fast path there when it was last called

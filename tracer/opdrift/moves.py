@@ -15,7 +15,6 @@ import numpy as np
 
 from opdrift import tfp1
 from opdrift.records import Cause, Finding, Mark, Op
-from opdrift.tfp1 import Code
 from opdrift.tracefile.reader import Trace
 
 StepAt = Callable[[int | None], int | None]
@@ -325,12 +324,10 @@ def _located(before: Any, after: Any) -> Iterator[str]:
         return
     if (before["n"], before["code"]) != (after["n"], after["code"]):
         return
-    width = Code(after["code"]).bytes
-    change = tfp1.locate_single_change(
-        int(before["raw"], 16), int(after["raw"], 16), tfp1.digits(after["n"], width), width
-    )
-    if change is not None:
-        yield f"one element differs: {change.index:,} of {after['n']:,}"
+    raws = int(before["raw"], 16), int(after["raw"], 16)
+    element = tfp1.changed_element(*raws, after["n"], after["code"])
+    if element is not None:
+        yield f"one element differs: {element:,} of {after['n']:,}"
 
 
 def _written(writers: list[Op]) -> list[str]:

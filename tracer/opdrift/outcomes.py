@@ -11,8 +11,11 @@ from opdrift.interning import parts
 from opdrift.memory import InFlight, Use, under_way
 from opdrift.neutral import filled_parts, is_synchronous, work_of, written_tensors
 from opdrift.records import PENDING, UNFINGERPRINTED
+from opdrift.transfers import transfer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from opdrift.buffers import ThreadBuffers
     from opdrift.collectives import Collectives
     from opdrift.plans import Plan
@@ -25,11 +28,18 @@ class Outcomes:
     Args:
         values: Identity and content of tensors.
         collectives: Says what is waited for.
+        write_mark: Writes a mark: (thread buffers, kind, fields).
     """
 
-    def __init__(self, values: Values, collectives: Collectives) -> None:
+    def __init__(
+        self,
+        values: Values,
+        collectives: Collectives,
+        write_mark: Callable[[ThreadBuffers, str, Mapping[str, Any]], None],
+    ) -> None:
         self._values = values
         self._collectives = collectives
+        self._write_mark = write_mark
 
     def returned(self, t: ThreadBuffers, plan: Plan, out: Any, outputs: list[int]) -> None:
         """Register the tensors among what an op returned."""
@@ -51,7 +61,10 @@ class Outcomes:
 
     def copied(self, t: ThreadBuffers, use: Use, out: Tensor, outputs: list[int]) -> int:
         """What a copy returned, which may not have arrived yet if it comes from a device."""
-        in_flight = None if use.plan.writes else self._under_way(use, out)
+        in_flight = None
+        if not use.plan.writes:
+            self._moved(t, use, out)
+            in_flight = self._under_way(use, out)
         if in_flight is not None:
             self._values.arriving(t, out, outputs, in_flight)
             return PENDING | UNFINGERPRINTED
@@ -68,9 +81,18 @@ class Outcomes:
                 strided.append(tensor)
             except (RuntimeError, NotImplementedError):
                 strided.extend(parts(tensor))
-        in_flight = self._under_way(use, strided[0]) if use.plan.copies and strided else None
+        in_flight = None
+        if use.plan.copies and strided:
+            self._moved(t, use, strided[0])
+            in_flight = self._under_way(use, strided[0])
         self._values.written(t, strided, outputs, use=use, in_flight=in_flight)
         return 0 if in_flight is None else PENDING | UNFINGERPRINTED
+
+    def _moved(self, t: ThreadBuffers, use: Use, out: Tensor) -> None:
+        """Tell of a copy that went from one device to another."""
+        fields = transfer(use, out, self._values.key, t.path)
+        if fields is not None:
+            self._write_mark(t, "move", fields)
 
     def _under_way(self, use: Use, target: Tensor) -> InFlight | None:
         """As `under_way`; where everything is waited for at once, so is this."""

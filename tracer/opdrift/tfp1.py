@@ -339,6 +339,20 @@ def locate_single_change(
     return found[0] if len(found) == 1 else None
 
 
+def changed_element(before: int, after: int, n: int, code: int) -> int | None:
+    """The only element that differs between two contents, from their digests; None where these do not tell.
+
+    Args:
+        before: Digest of the one.
+        after: Digest of the other, of as many components of the same kind.
+        n: Number of components.
+        code: Their kind, a `Code`.
+    """
+    width = Code(code).bytes
+    change = locate_single_change(before, after, digits(n, width), width)
+    return None if change is None else change.index
+
+
 def _small_deltas(
     difference: int, n: int, per_component: int, bound: int, bucket: int | None, buckets: int
 ) -> Iterator[SingleChange]:

@@ -85,6 +85,7 @@ CAUSES: Final[dict[str, Callable[[Evidence], Cause | None]]] = {
     "reshaped": structure.reshaped,
     "nondeterministic-op": kernels.nondeterministic_op,
     "flags": environment.flags,
+    "copied-otherwise": unseen.copied_otherwise,
     "unseen-write": unseen.unseen_write,
     "kernel": kernels.kernel,
     "environment": environment.environment,

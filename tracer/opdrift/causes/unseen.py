@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -14,6 +14,7 @@ from opdrift.causes.compiled import other_code
 from opdrift.causes.evidence import Evidence, cause, scope
 from opdrift.causes.picked import other_calls
 from opdrift.compare import number
+from opdrift.copies import wrong_copy
 from opdrift.origins.kinds import draws
 from opdrift.records import REREAD, Cause
 from opdrift.tfp1 import sample_positions
@@ -60,6 +61,25 @@ def maker_of(side: Side, value: int) -> int | None:
     while state >= 0 and states.writer[state] < 0:
         state = int(states.before[state])
     return None if state < 0 else int(states.writer[state])
+
+
+def copied_otherwise(e: Evidence) -> Cause | None:
+    """A copy that does not hold what it was copied from, in one run."""
+    if e.origin.story != "op" or e.origin.inputs_match is not True:
+        return None
+    found = {
+        word: wrong
+        for word, side, op in e.sides
+        if op is not None and (wrong := wrong_copy(side.trace, op)) is not None
+    }
+    if len(found) != 1:
+        return None
+    ((word, wrong),) = found.items()
+    return replace(
+        wrong,
+        summary=f"{wrong.summary}, in the {word} run",
+        evidence=(*wrong.evidence, "in the other run what arrived is what was copied"),
+    )
 
 
 def unseen_write(e: Evidence) -> Cause | None:

@@ -14,7 +14,6 @@ from opdrift.gathers.mismatches import Wrong
 from opdrift.gathers.words import LISTED, finding_at, some, unit_of
 from opdrift.records import Cause, Finding, Mark, Op
 from opdrift.steps import Steps
-from opdrift.tfp1 import Code
 from opdrift.tracefile.reader import Trace
 
 _SHARDS: Final = (
@@ -208,9 +207,7 @@ def _place(part: Mapping[str, Any]) -> Iterator[str]:
     before, now = part.get("before"), part.get("found")
     if before is None or now is None:
         return
-    width = Code(before["code"]).bytes
-    change = tfp1.locate_single_change(
-        int(before["raw"], 16), int(now["raw"], 16), tfp1.digits(before["n"], width), width
-    )
-    if change is not None:
-        yield f"one element differs: {int(part.get('offset', 0)) + change.index:,} of the parameter"
+    raws = int(before["raw"], 16), int(now["raw"], 16)
+    element = tfp1.changed_element(*raws, before["n"], before["code"])
+    if element is not None:
+        yield f"one element differs: {int(part.get('offset', 0)) + element:,} of the parameter"
