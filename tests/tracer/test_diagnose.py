@@ -688,6 +688,15 @@ def test_the_size_at_the_result_is_told():
     assert found.final_relative_difference > 0.1
 
 
+def test_who_asks_is_told_what_is_being_done():
+    """In words for a line on a terminal."""
+    told: list[str] = []
+
+    diff(trace("mm sin"), trace("mm* sin"), progress=told.append)
+
+    assert told == ["pairing ops", "looking for where differences begin", "looking for causes"]
+
+
 # ---- properties ----------------------------------------------------------------------------------------------
 
 _OPS = ("mm", "relu", "sin", "exp", "addmm", "_softmax", "_to_copy", "bernoulli_", "add_")

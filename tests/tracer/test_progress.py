@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import io
 import threading
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
 from opdrift.commands import progress
+from opdrift.commands.main import opdrift
 from opdrift.commands.progress import Elapsed, Progress
+from opdrift.findings import findings
+from opdrift.records import Finding
+from opdrift.tracefile.reader import Trace
 
 
 class Stream(io.TextIOWrapper):
@@ -55,6 +61,17 @@ def test_long_work_says_that_it_goes_on_and_leaves_nothing(monkeypatch: pytest.M
 
     assert stream.text.startswith("\rcomparing a.trace with b.trace: 0 s")
     assert stream.screen == ""
+
+
+@pytest.mark.usefixtures("impatient")
+def test_long_work_says_what_of_it_is_being_done(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sys.stderr", stream := Stream())
+    with Elapsed("comparing a with b") as elapsed:
+        elapsed.now("rank 2 of 8, pairing ops")
+        stream.written.clear()
+        assert stream.written.wait(30)
+
+    assert "\rcomparing a with b: rank 2 of 8, pairing ops, 0 s" in stream.text
 
 
 def test_short_work_needs_no_words(monkeypatch: pytest.MonkeyPatch):
@@ -111,3 +128,29 @@ def test_a_terminal_that_lacks_letters_gets_others(monkeypatch: pytest.MonkeyPat
         bar(1, 2)
 
     assert stream.text.startswith("\rexporting mod?le [############............]  50%")
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("arguments", [[], ["--findings"], ["--format", "json"]])
+def test_a_long_look_into_a_trace_says_that_it_goes_on(
+    arguments: list[str],
+    recorded: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """And takes the line away before the report comes."""
+    opdrift(["show", str(recorded / "base.trace"), *arguments])
+    report = capsys.readouterr().out
+    monkeypatch.setattr("sys.stderr", stream := Stream())
+
+    def slow(traces: Sequence[Trace]) -> list[Finding]:
+        stream.written.wait(30)
+        return findings(traces)
+
+    monkeypatch.setattr("opdrift.findings.findings", slow)
+
+    opdrift(["show", str(recorded / "base.trace"), *arguments])
+
+    assert stream.text.startswith("\rreading base.trace: 0 s")
+    assert stream.screen == ""
+    assert capsys.readouterr().out == report

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -116,8 +116,8 @@ def run(options: argparse.Namespace) -> int:
     """Compare, report, and answer with the exit status."""
     _check(options)
     names = " with ".join(Path(given).name for given in options.traces)
-    with Elapsed(f"comparing {names}", quiet=options.quiet):
-        diagnosis, traces = _compare(options)
+    with Elapsed(f"comparing {names}", quiet=options.quiet) as elapsed:
+        diagnosis, traces = _compare(options, elapsed.now)
         if options.checkpoint:
             diagnosis = _with_checkpoint(diagnosis, traces, options.checkpoint)
     _report(diagnosis, traces, options)
@@ -183,7 +183,9 @@ def _check_across_ranks(options: argparse.Namespace) -> None:
         )
 
 
-def _compare(options: argparse.Namespace) -> tuple[Diagnosis, Sides[Trace | Path]]:
+def _compare(
+    options: argparse.Namespace, progress: Callable[[str], object]
+) -> tuple[Diagnosis, Sides[Trace | Path]]:
     """The answer, and the traces, opened already where they are of one process; logs stay paths."""
     from opdrift.diagnose import diff
     from opdrift.records import Sides
@@ -210,6 +212,7 @@ def _compare(options: argparse.Namespace) -> tuple[Diagnosis, Sides[Trace | Path
         tolerance=_tolerance(options),
         rank=options.rank,
         maps=tuple(options.map),
+        progress=progress,
     )
     return answer, Sides(left, right)
 

@@ -96,6 +96,7 @@ class Elapsed:
 
     def __init__(self, what: str, *, quiet: bool = False) -> None:
         self._what = what
+        self._stage = ""
         self._line = _Line(quiet=quiet)
         self._over = threading.Event()
         self._clock = threading.Thread(target=self._tick, daemon=True)
@@ -116,7 +117,11 @@ class Elapsed:
             self._clock.join()
         self._line.clear()
 
+    def now(self, stage: str) -> None:
+        """Say from now on what of the work is being done."""
+        self._stage = f"{stage}, "
+
     def _tick(self) -> None:
         start = monotonic()
         while not self._over.wait(_PATIENCE):
-            self._line.draw(f"{self._what}: {monotonic() - start:.0f} s")
+            self._line.draw(f"{self._what}: {self._stage}{monotonic() - start:.0f} s")

@@ -7,14 +7,16 @@ in what is below it.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from opdrift.commands.console import emit, emit_all
+from opdrift.commands.console import emit_all
 from opdrift.commands.exit_codes import ExitCode
 from opdrift.commands.options import natural
+from opdrift.commands.progress import Elapsed
 from opdrift.errors import InvalidOptionError
 
 if TYPE_CHECKING:
@@ -57,6 +59,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print what is asked for."""
+    with Elapsed(f"reading {options.trace.name}"):
+        pieces, status = _asked(options)
+    # on a terminal the report itself shows that it goes on
+    with Elapsed("writing the report", quiet=sys.stdout.isatty()):
+        emit_all(pieces)
+    return status
+
+
+def _asked(options: argparse.Namespace) -> tuple[Iterable[str], int]:
+    """The report, and the exit status."""
     from opdrift.tracefile.opening import load
 
     trace = load(options.trace)
@@ -118,32 +130,28 @@ def _others(path: Path, trace: Trace) -> Sequence[Trace]:
 
 def _json(
     trace: Trace, ops: Sequence[int], leaves: Sequence[Leaf], options: argparse.Namespace
-) -> int:
+) -> tuple[Iterable[str], int]:
     from opdrift.render import trace_json
 
     found = _findings(options.trace, trace)
+    status = _status(found, options)
     if options.findings:
-        emit_all(trace_json.render(trace, (), (), found, marks=()))
-    else:
-        emit_all(
-            trace_json.render(
-                trace,
-                ops,
-                leaves,
-                found,
-                marks=trace.marks,
-                kernels=options.kernels,
-                timelines=options.leaf is not None,
-            )
-        )
-    return _status(found, options)
+        return trace_json.render(trace, (), (), found, marks=()), status
+    pieces = trace_json.render(
+        trace,
+        ops,
+        leaves,
+        found,
+        marks=trace.marks,
+        kernels=options.kernels,
+        timelines=options.leaf is not None,
+    )
+    return pieces, status
 
 
 def _text(
     trace: Trace, ops: Sequence[int], leaves: Sequence[Leaf], options: argparse.Namespace
-) -> int:
-    import sys
-
+) -> tuple[Iterable[str], int]:
     from opdrift.render import finding_text, kernels, leaf_text, trace_text
     from opdrift.render.page import Screen
     from opdrift.unfollowed import unfollowed
@@ -152,25 +160,25 @@ def _text(
     if options.findings:
         found = _findings(options.trace, trace)
         notes = unfollowed([trace, *_others(options.trace, trace)])
-        emit(finding_text.finding_report(found, screen, notes=notes))
-        return _status(found, options)
+        return [finding_text.finding_report(found, screen, notes=notes)], _status(found, options)
+    pieces = []
     if options.kernels:
-        emit(kernels.kernel_report(trace, ops, screen))
+        pieces.append(kernels.kernel_report(trace, ops, screen))
     elif options.op is not None:
-        emit(trace_text.one_op(trace, trace.op(ops[0]), screen))
+        pieces.append(trace_text.one_op(trace, trace.op(ops[0]), screen))
     elif options.scope is not None:
-        emit(trace_text.op_table(trace, ops, screen))
+        pieces.append(trace_text.op_table(trace, ops, screen))
     if options.leaf is not None:
-        emit(leaf_text.leaf_report(trace, leaves, screen, others=_others(options.trace, trace)))
+        others = _others(options.trace, trace)
+        pieces.append(leaf_text.leaf_report(trace, leaves, screen, others=others))
     if not (options.op is not None or options.scope or options.leaf or options.kernels):
         found = _findings(options.trace, trace)
-        emit(trace_text.overview(trace, found, screen, path=options.trace))
-    return ExitCode.SAME
+        pieces.append(trace_text.overview(trace, found, screen, path=options.trace))
+    return pieces, ExitCode.SAME
 
 
-def _checkpoint(trace: Trace, options: argparse.Namespace) -> int:
+def _checkpoint(trace: Trace, options: argparse.Namespace) -> tuple[Iterable[str], int]:
     import json
-    import sys
 
     from opdrift.checkpoints import check, dtypes_of, read
     from opdrift.render import checkpoint_text
@@ -183,11 +191,10 @@ def _checkpoint(trace: Trace, options: argparse.Namespace) -> int:
             f"--checkpoint prints a report of its own; leave out {' and '.join(others)}, or ask twice."
         )
     found = check(trace, read(options.checkpoint, dtypes=dtypes_of(trace)))
+    status = ExitCode.SAME if found.whole else ExitCode.DIFFER
     if options.format == "json":
-        emit(json.dumps(checkpoint_text.as_object(found), indent=2) + "\n")
-    else:
-        emit(checkpoint_text.checkpoint_report(found, Screen.of(sys.stdout)))
-    return ExitCode.SAME if found.whole else ExitCode.DIFFER
+        return [json.dumps(checkpoint_text.as_object(found), indent=2), "\n"], status
+    return [checkpoint_text.checkpoint_report(found, Screen.of(sys.stdout))], status
 
 
 def _status(found: Sequence[Finding], options: argparse.Namespace) -> int:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from opdrift.align import Maps
 from opdrift.align.maps import check_maps
-from opdrift.diagnose.answer import diagnose
+from opdrift.diagnose.answer import diagnose, untold
 from opdrift.diagnose.by_rank import of_one_rank, of_ranks
 from opdrift.diagnose.random_parts import with_random_parts
 from opdrift.errors import IncomparableTracesError, InvalidOptionError
@@ -32,6 +32,7 @@ def diff(
     tolerance: Tolerance | tuple[float, float] | None = None,
     rank: int | None = None,
     maps: Maps | Sequence[str] = (),
+    progress: Callable[[str], object] = untold,
 ) -> Diagnosis:
     """Find where two runs come apart first, and why.
 
@@ -46,6 +47,7 @@ def diff(
         tolerance: Allowed difference (rtol, atol); None means what rounding explains at each op.
         rank: Compare only this rank of distributed traces.
         maps: Renamed modules: pairs of the left path and the right one, or texts `LEFT=RIGHT`.
+        progress: Told in a few words what is being done, whenever that changes.
 
     Raises:
         IncomparableTracesError: The fingerprints are of different kinds, no rank is in both, or nothing
@@ -71,10 +73,16 @@ def diff(
         )
     found: dict[int, Diagnosis] = {}
     failed: dict[int, IncomparableTracesError] = {}
-    for number in shared:
+    for place, number in enumerate(shared, 1):
+        where = f"rank {place} of {len(shared)}, " if len(shared) > 1 else ""
         try:
             found[number] = diagnose(
-                a[number], b[number], samples=chosen, tolerance=allowed, maps=renames
+                a[number],
+                b[number],
+                samples=chosen,
+                tolerance=allowed,
+                maps=renames,
+                progress=_told_with(where, progress),
             )
         except IncomparableTracesError as error:
             failed[number] = error
@@ -87,6 +95,10 @@ def diff(
         return only
     # what this rank was handed by others is not its own
     return of_one_rank(shared[0], only, _ranks(left, None), _ranks(right, None))
+
+
+def _told_with(where: str, progress: Callable[[str], object]) -> Callable[[str], object]:
+    return lambda stage: progress(f"{where}{stage}")
 
 
 def _of_logs(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from heapq import merge
 from itertools import islice
@@ -67,6 +67,10 @@ _FOLLOWED: Final = 4
 _CONFIDENCES: Final[tuple[Confidence, ...]] = ("certain", "likely", "possible")
 
 
+def untold(stage: str) -> None:
+    """Tells nobody what is being done."""
+
+
 def diagnose(
     left: Trace,
     right: Trace,
@@ -74,8 +78,9 @@ def diagnose(
     samples: tuple[int, int] | None = None,
     tolerance: Tolerance | None = None,
     maps: Maps = (),
+    progress: Callable[[str], object] = untold,
 ) -> Diagnosis:
-    """Compare two traces of one process each.
+    """Compare two traces of one process each; `progress` is told what is being done.
 
     Raises:
         IncomparableTracesError: See `opdrift.diff`.
@@ -87,6 +92,7 @@ def diagnose(
         )
     if samples is not None:
         check_lengths(left, right, samples)
+    progress("pairing ops")
     case = build_case(left, right, maps, samples=samples)
     if nothing_in_common(case.left.contents, case.right.contents, case.pairing):
         raise _unrelated(case)
@@ -95,6 +101,7 @@ def diagnose(
         *settings_differences(left, right),
     )
     whole = left.complete and right.complete
+    progress("looking for where differences begin")
     found = find_origins(case, whole=whole)
     if not found.origins and (not whole or (samples is not None and not found.sinks)):
         raise _nothing_found(left, right, case)
@@ -105,6 +112,7 @@ def diagnose(
         parts = in_parts(case.left.contents, case.right.contents)
         if parts is not None:
             raise _given_in_parts(case, parts)
+    progress("looking for causes")
     sizes = receive(case, found.receivers)
     judged = _judge(case, found, sizes, environment, tolerance)
     if portions is not None:
