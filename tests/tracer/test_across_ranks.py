@@ -114,6 +114,43 @@ def test_ranks_that_disagree_about_a_collective_do_different_things():
     assert "the ranks do different things" in card.headline(diagnosis)
 
 
+def with_inputs_for(steps: int, *, spoiled: bool = False) -> Callable[[Builder], None]:
+    """A rank of three steps (as of `Join`): without inputs it only answers, and is handed the parameters at the end."""
+
+    def body(build: Builder) -> None:
+        w = build.leaf("fc.weight", content=vector("w"))
+        for number in range(3):
+            grad = build.op("zeros", shape=(256,), content=np.zeros(256, np.float32))
+            if number < steps:
+                with build.scope("fc"):
+                    x = build.leaf(f"x{number}", kind="input", content=vector(f"x {number}"))
+                    grad = build.op("mm", x, w)
+            grad = collective(
+                build, "all_reduce", grad, result=vector(f"sum {number}"), reduction="another"
+            )
+            if number < steps:
+                last = vector("last") if number == 2 else None
+                change = "*" if spoiled and number == 0 else ""
+                w = build.op("add_", w, grad, change=change, content=last)
+        flat = build.op("cat", w, content=vector("last"))
+        handed = collective(build, "broadcast", flat, result=vector("last"), root=1)
+        build.name(build.op("copy_", w, handed), "fc.weight", when="exit")
+        build.name(grad, "fc.weight", kind="gradient", when="exit")
+
+    return body
+
+
+def test_a_rank_that_ran_out_of_inputs_need_not_hold_what_the_others_go_on_with():
+    assert checked(with_inputs_for(1), with_inputs_for(3)).verdict == "identical"
+
+
+def test_a_parameter_that_comes_apart_while_both_ranks_have_inputs_is_found():
+    diagnosis = checked(with_inputs_for(2), with_inputs_for(3, spoiled=True))
+
+    assert diagnosis.first is not None
+    assert (diagnosis.first.name, diagnosis.first.cause.slug) == ("fc.weight", "replica")
+
+
 def test_statistics_that_each_rank_keeps_are_a_note():
     """Nothing synchronises them, and nothing says that it should: no verdict."""
     diagnosis = checked(rank(statistics="own"), rank(statistics="own"))

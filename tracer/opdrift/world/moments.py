@@ -76,9 +76,14 @@ class Holdings:
         self._reads = _Reads.of(contents.trace)
 
     def at(self, value: int, seqs: Ints) -> Ints:
-        """The value that modules had last read of a leaf before each of these ops; 0 where nothing tells.
+        """The value that modules last read of a leaf before each of these ops; 0 where none did since the one before.
 
-        Where no module ever read it: the one that was there.
+        A rank that ran out of inputs (`Join`) answers what the others reduce, with parameters that it does not use
+        until the last of the others hands it theirs. Where no module ever read a leaf: the one that was there.
+
+        Args:
+            value: One of the leaf's.
+            seqs: Numbers of ops, in order.
         """
         trace = self._contents.trace
         parts = self._near.parts(value)
@@ -87,9 +92,13 @@ class Holdings:
         if not len(when):
             makers = self._contents.maker[parts]
             when, held = np.where(makers >= 0, trace.ops.seq[makers], 0), writes
+            since = np.zeros_like(seqs)
+        else:
+            since = np.concatenate(([0], seqs[:-1]))
         last = np.searchsorted(when, seqs) - 1
+        used = (last >= 0) & (when[np.maximum(last, 0)] >= since)
         place = np.searchsorted(writes, held[np.maximum(last, 0)], side="right") - 1
-        found: Ints = np.where((last >= 0) & (place >= 0), parts[np.maximum(place, 0)], 0)
+        found: Ints = np.where(used & (place >= 0), parts[np.maximum(place, 0)], 0)
         return found
 
     def last(self, value: int) -> int:
