@@ -150,6 +150,16 @@ def test_gathered_parts_stand_in_the_order_of_the_ranks():
     assert "laid end to end" in found.cause.evidence[0]
 
 
+def test_a_gather_that_is_waited_for_without_what_pads_it_is_not_judged():
+    """DTensor pads uneven shards, and waits for the part of the result that is no padding."""
+
+    def body(build: Builder) -> None:
+        value = build.leaf("x", kind="input", content=vector("rank 0"))
+        collective(build, "all_gather", value, result=np.concatenate([vector("rank 0")] * 2)[:-10])
+
+    assert said(world(body, body)) == []
+
+
 @pytest.mark.parametrize("sent", [True, False])
 def test_a_broadcast_is_what_its_root_sent(sent: bool):
     def body(build: Builder) -> None:

@@ -182,6 +182,8 @@ def _is_not_joined(whole: Handed | None, shards: Sequence[Handed | None]) -> boo
     known = [shard.digest for shard in shards if shard is not None]
     if whole is None or len(known) < len(shards) or {s.code for s in known} != {whole.digest.code}:
         return False
+    if sum(s.n for s in known) != whole.digest.n:
+        return False  # waited for on a view: what pads uneven shards (DTensor) is not read
     return not composition.is_gathered(whole.digest, known)
 
 
