@@ -57,6 +57,7 @@ def test_what_an_op_writes_is_known_also_where_its_schema_is_silent(func, writte
         (aten._local_scalar_dense.default, {"reads", "scalar"}),
         (c10d._allgather_base_.default, {"reads", "overwrites", "collective", "waits"}),
         (c10d.allreduce_.default, {"reads", "collective", "waits"}),
+        (c10d.scatter_.default, {"reads", "overwrites", "collective", "waits"}),
         (c10d.recv_.default, {"reads", "overwrites", "collective"}),
         (torch.ops._c10d_functional.all_reduce.default, {"quiet", "deferred", "reads"}),
     ],

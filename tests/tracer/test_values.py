@@ -209,6 +209,34 @@ def test_adding_to_unwritten_memory_by_index_reads_it():
     assert reads_unwritten(found, "index_put_.default")
 
 
+def test_a_copy_of_unwritten_memory_is_unwritten_memory():
+    """FSDP2 pads the shards that `to_empty` hands out, before anything fills them."""
+    with recording() as found:
+        shard, padded = torch.empty(3), torch.zeros(4)
+        padded[:3].copy_(shard)
+        padded[3:] + 1
+        padded * 2
+
+    assert not reads_unwritten(found, "copy_.default")
+    assert not reads_unwritten(found, "add.Tensor")
+    assert reads_unwritten(found, "mul.Tensor")
+
+
+def test_what_is_written_of_a_copied_tensor_may_be_read():
+    with recording() as found:
+        half, whole = torch.empty(4), torch.empty(2, 4)
+        half[:2] = 1.0
+        whole.copy_(half)
+        whole[:, :2] + 1
+        whole * 2
+        whole.uniform_()
+        whole / 2
+
+    assert not reads_unwritten(found, "add.Tensor")
+    assert reads_unwritten(found, "mul.Tensor")
+    assert not reads_unwritten(found, "div.Tensor")
+
+
 def test_memory_that_numpy_has_filled_is_not_called_unwritten():
     """No op tells of that write, nor of a kernel's that is called through ctypes."""
     with recording() as found:

@@ -76,6 +76,34 @@ class Unwritten:
         target[...] = True if selection is None else target | selection[..., None]
         return bool(self._mask.all())
 
+    def written_elements(self, tensor: Tensor) -> Mask | None:
+        """Which elements of a tensor are known to be written; None if none is."""
+        if self._mask is None:
+            return None
+        return np.asarray(self._elements(tensor).all(axis=-1))
+
+    @classmethod
+    def received(
+        cls, storage: torch.UntypedStorage, tensor: Tensor, written: Mask | None
+    ) -> Unwritten:
+        """Memory that was written, and into a tensor of which a copy has put elements of which not all are.
+
+        Args:
+            storage: The memory.
+            tensor: What the copy has written.
+            written: Which elements of its source are written, in a shape that the tensor's extends; None if none is.
+        """
+        found = cls(storage)
+        elements = storage.nbytes() // tensor.element_size()
+        if written is None and tensor.numel() >= elements:
+            return found
+        found._vague = elements > MAX_MASK
+        if not found._vague:
+            found._grain = tensor.element_size()
+            found._mask = np.ones(elements, np.bool_)
+            found._elements(tensor)[...] = False if written is None else written[..., None]
+        return found
+
     def _elements(self, tensor: Tensor) -> Mask:
         """The part of the mask that belongs to a tensor: its shape, and an axis of grains per element."""
         assert self._mask is not None
@@ -242,6 +270,24 @@ class Use(NamedTuple):
                 **{name: _as_flag(name, a) for name, a in self.kwargs.items()},
             )
             return target.numpy()
+
+
+def handed_on(use: Use, of: Special | None, into: Special | None) -> Unwritten | None:
+    """What the memory of a copy's target is once it has run, where the source is not wholly written; else None.
+
+    Args:
+        use: The copy.
+        of: What the memory of its source is.
+        into: What that of its target was.
+    """
+    target, source = use.args[:2]
+    if not isinstance(of, Unwritten) or of is into or of.may_hold(source):
+        return None
+    written, storage = of.written_elements(source), target.untyped_storage()
+    if not isinstance(into, Unwritten):
+        return Unwritten.received(storage, target, written)
+    arrived = np.broadcast_to(False if written is None else written, target.shape)
+    return None if into.write(storage, target, arrived) else into
 
 
 def _as_flag(name: str, a: Any) -> Any:

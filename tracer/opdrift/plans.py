@@ -145,6 +145,7 @@ class Plan:
         reads: It reads the content of its tensor arguments, but for those it `overwrites` or `scatters` into.
         overwrites: It writes into arguments without reading them.
         fills_own_slice: It fills its own rank's slice of the buffer that it writes into.
+        hands_on: It puts one tensor's content into another, and looks at none of it: unwritten memory stays that.
         scatters: It writes a part of its first argument that another argument names, without reading it.
         bumps: Version counters of what it writes go up once the mode has returned.
         seeded: It may draw from a generator.
@@ -175,6 +176,7 @@ class Plan:
         "fills_own_slice",
         "fresh",
         "func",
+        "hands_on",
         "id",
         "joins",
         "lists_written",
@@ -207,6 +209,7 @@ class Plan:
         self.repair = self.overwrites = self.scatters = self.bumps = self.deferred = False
         self.aliasing = self.casts_inside = False
         self.fills_own_slice = False
+        self.hands_on = False
         self.reads = self.settled = True
         # c10d ops are TorchBindOpOverload, a subclass: an exact type test would lose their write table
         if not isinstance(func, OpOverload):
@@ -229,8 +232,11 @@ class Plan:
             base in OVERWRITING or schema.name in FILLING or any(a.kwarg_only for a in written)
         )
         # scatter_.reduce and its like combine with what is there
-        self.scatters = base in SCATTERING and "reduce" not in schema.overload_name
+        self.scatters = (
+            space == "aten" and base in SCATTERING and "reduce" not in schema.overload_name
+        )
         self.fills_own_slice = schema.name == "fsdp::all_gather_copy_in"
+        self.hands_on = schema.name == "aten::copy_"
         self.seeded = torch.Tag.nondeterministic_seeded in func.tags
         self.collective = space == "c10d"
         self.waits = self.collective and schema.name not in NEVER_WAIT

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from opdrift.buffers import FINGERPRINTS, VALUE, VALUE_BYTES, VALUES
 from opdrift.fingerprint.tensors import MANY, without_repeats
-from opdrift.memory import Generated, InFlight, Unwritten
+from opdrift.memory import Generated, InFlight, Unwritten, handed_on
 from opdrift.neutral import silent
 from opdrift.records import COMPILED, READ_IN_FLIGHT, READ_UNINITIALISED, REREAD
 from opdrift.rereading import Rereading
@@ -427,6 +427,8 @@ class Values:
             state.special = None
             flags |= REREAD
         elif not special.may_hold(tensor):
+            if use.plan.hands_on:
+                return entry, flags
             flags |= READ_UNINITIALISED
         if entry[0] != state.hashed and self.fingerprint(t, tensor, entry[0], is_there=True):
             state.hashed = entry[0]
@@ -477,6 +479,7 @@ class Values:
         """Bring the write counts of written tensors up to date and register their new contents."""
         bumps = use is not None and use.plan.bumps
         selection = use.selection() if use is not None and self._needs_selection(use) else None
+        lacking = self._handed_on(use) if use is not None and use.plan.hands_on else None
         for tensor in tensors:
             storage = tensor.untyped_storage()
             state: StorageState | None = getattr(storage, self.key, None)
@@ -491,6 +494,8 @@ class Values:
                 self._rewritten(tensor, state, bumps=bumps)
             if in_flight is not None:
                 state.special = in_flight
+            elif lacking is not None:
+                state.special = lacking
             elif isinstance(state.special, Unwritten):
                 if is_readable(tensor) and state.special.write(storage, tensor, selection):
                     state.special = None
@@ -531,6 +536,18 @@ class Values:
             return False
         state = getattr(use.args[0].untyped_storage(), self.key, None)
         return state is not None and isinstance(state.special, Unwritten)
+
+    def _handed_on(self, use: Use) -> Unwritten | None:
+        """What a copy's target is afterwards, where the source is not wholly written; None where it is.
+
+        FSDP2 copies shards that `to_empty` has handed out into padded ones, before anything fills them.
+        """
+        try:
+            found = [getattr(a.untyped_storage(), self.key, None) for a in use.args[:2]]
+        except (RuntimeError, NotImplementedError):  # sparse, mkldnn
+            return None
+        into, of = (None if state is None else state.special for state in found)
+        return handed_on(use, of, into)
 
     def _rewritten(self, tensor: Tensor, state: StorageState, *, bumps: bool) -> None:
         """A leaf was written by an op; `bumps` says that its version goes up once the mode has returned."""
