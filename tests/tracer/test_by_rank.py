@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -49,13 +51,31 @@ def ranks(
 
 
 def compared(left: dict[int, Trace], right: dict[int, Trace]) -> Diagnosis:
-    found, failed = {}, {}
-    for rank in sorted(left.keys() & right.keys()):
-        try:
-            found[rank] = diagnose(left[rank], right[rank])
-        except IncomparableTracesError as error:
-            failed[rank] = error
-    return of_ranks(found, failed, left, right)
+    ones = {rank: one_of(rank, left, right) for rank in sorted(left.keys() & right.keys())}
+    found = {rank: one for rank, one in ones.items() if isinstance(one, Diagnosis)}
+    failed = {rank: e for rank, e in ones.items() if isinstance(e, IncomparableTracesError)}
+    return of_ranks(found, failed, left, right, compare=as_far_as_it_goes(left, right))
+
+
+def alone(rank: int, left: dict[int, Trace], right: dict[int, Trace]) -> Diagnosis:
+    """As `--rank` does."""
+    one = one_of(rank, left, right)
+    return of_one_rank(rank, one, left, right, compare=as_far_as_it_goes(left, right))
+
+
+def one_of(
+    rank: int, left: dict[int, Trace], right: dict[int, Trace]
+) -> Diagnosis | IncomparableTracesError:
+    try:
+        return diagnose(left[rank], right[rank])
+    except IncomparableTracesError as error:
+        return error
+
+
+def as_far_as_it_goes(
+    left: dict[int, Trace], right: dict[int, Trace]
+) -> Callable[[int], Diagnosis]:
+    return lambda rank: diagnose(left[rank], right[rank], unfinished=True)
 
 
 def firsts(diagnosis: Diagnosis) -> dict[int, tuple[str | None, str]]:
@@ -129,7 +149,7 @@ def test_one_rank_by_itself_is_told_what_it_received():
     """`--rank 0`: the other ranks' traces are looked at, and only this one's is compared."""
     left, right = ranks(), ranks(fault=1)
 
-    one = of_one_rank(0, diagnose(left[0], right[0]), left, right)
+    one = alone(0, left, right)
 
     assert one.first is not None
     assert one.first.cause.slug == "other-rank"
@@ -243,17 +263,19 @@ def test_ranks_that_all_loaded_other_weights_all_originate():
 CLOSED = "RuntimeError: Connection closed by peer"
 
 
-def reducing(*issued: int, exceptions: tuple[str, ...] = (), lost: int | None = None) -> dict[int, Trace]:  # fmt: skip
+def reducing(*issued: int, exceptions: tuple[str, ...] = (), lost: tuple[int, ...] = (), change: int | None = None) -> dict[int, Trace]:  # fmt: skip
     """Each rank issues so many collectives, and goes on if it did not raise."""
     traces = {}
     for rank, count in enumerate(issued):
         raised = exceptions[rank] if exceptions else ""
-        build = Builder(rank=rank, world_size=len(issued), complete=rank != lost, **({"exception": raised} if raised else {}))  # fmt: skip
+        build = Builder(rank=rank, world_size=len(issued), complete=rank not in lost, **({"exception": raised} if raised else {}))  # fmt: skip
         y = build.leaf("x", kind="input")
         for number in range(count):
-            y = build.op("mm", y, build.leaf(f"w{number}.weight"))
+            y = build.op(
+                "mm", y, build.leaf(f"w{number}.weight"), change="*" if rank == change else ""
+            )
             y = collective(build, "all_reduce", y, result=np.ones(4, "<f4"), ranks=range(len(issued)))  # fmt: skip
-        if not raised and rank != lost:
+        if not raised and rank not in lost:
             build.output(build.op("relu", y))
         traces[rank] = build.build(f"run.trace/rank-{rank:05d}")
     return traces
@@ -261,12 +283,46 @@ def reducing(*issued: int, exceptions: tuple[str, ...] = (), lost: int | None = 
 
 def test_a_rank_that_was_killed_is_the_cause_of_what_the_others_raised():
     """By itself the other one would be told with what its communication library raised."""
-    left, right = reducing(3, 3), reducing(2, 1, exceptions=(CLOSED, ""), lost=1)
+    left, right = reducing(3, 3), reducing(2, 1, exceptions=(CLOSED, ""), lost=(1,))
 
-    for found in (compared(left, right), of_one_rank(0, diagnose(left[0], right[0]), left, right)):
+    for found in (compared(left, right), alone(0, left, right), alone(1, left, right)):
         assert found.first is not None
         assert found.first.cause.slug == found.causes[0].slug == "rank-ended"
         assert found.first.cause.summary.startswith("in the right run, rank 1 ended in the middle")
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_of_ranks_that_were_all_killed_the_one_that_the_others_waited_for_is_told(number: int):
+    """A launcher kills the rest: no trace is whole and nothing differs, but what is missing never came."""
+    runs = [reducing(3, 3), reducing(2, 1, lost=(0, 1))]
+    name = ("left", "right")[number]
+
+    found = compared(*(runs if number else runs[::-1]))
+
+    assert (found.verdict, found.left.rank, found.causes[0].slug) == ("diverged", 1, "rank-ended")
+    assert headline(found) == (
+        f"diverged: in the {name} run, rank 1 ended in the middle of the run, in or after all_reduce 1 of group 0"
+        " (rank 1 of 2)"
+    )
+    assert [one.causes[0].slug for one in found.ranks.values()] == ["rank-ended"] * 2
+    assert [o.op for one in found.ranks.values() for o in one.origins] == ["c10d.allreduce_.default"] * 2  # fmt: skip
+
+
+def test_ranks_that_were_lost_at_one_place_leave_the_answer_open():
+    """They may still be running: nobody waited for another one."""
+    with pytest.raises(IncomparableTracesError, match=r"In the right run, rank \d ended") as error:
+        compared(reducing(3, 3), reducing(2, 2, lost=(0, 1)))
+
+    assert "is incomplete" in str(error.value)
+
+
+def test_what_differs_before_a_rank_was_killed_comes_first():
+    left, right = reducing(3, 3), reducing(2, 1, lost=(0, 1), change=0)
+
+    found = compared(left, right)
+
+    assert (found.left.rank, found.first is not None and found.first.op) == (0, "aten.mm.default")
+    assert found.ranks[1].causes[0].slug == "rank-ended"
 
 
 def test_ranks_that_all_raised_by_themselves_end_as_each_of_them_says():

@@ -43,7 +43,10 @@ def scattered(fault: int | None = None, *, foreign: float = 0.0) -> dict[int, Tr
 
 
 def compared(left: dict[int, Trace], right: dict[int, Trace]) -> Diagnosis:
-    return of_ranks({r: diagnose(left[r], right[r]) for r in left}, {}, left, right)
+    def compare(rank: int) -> Diagnosis:
+        return diagnose(left[rank], right[rank])
+
+    return of_ranks({r: compare(r) for r in left}, {}, left, right, compare=compare)
 
 
 def test_a_rank_receives_through_a_reduce_scatter_what_went_wrong_on_another():

@@ -13,6 +13,8 @@ TRACE_SCHEMA: Final = "opdrift.trace/1"
 DIAGNOSIS_SCHEMA: Final = "opdrift.diagnosis/1"
 #: `Alignment.method` where the ranks of one run are held against each other; `paired` then counts what was checked.
 ACROSS_RANKS: Final = "across the ranks of one run"
+#: Cause of what a rank left undone for the others.
+RANK_ENDED: Final = "rank-ended"
 
 #: Where an op of no module ran, in words.
 OUTSIDE: Final = "the program outside every module"

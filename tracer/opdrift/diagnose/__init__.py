@@ -71,30 +71,37 @@ def diff(
             f"{_path(left)} has {_listed(a)}, {_path(right)} has {_listed(b)}: no rank is in both."
             " Compare traces of runs with the same ranks, or name one with rank=."
         )
+
+    def compare(number: int, *, unfinished: bool = True, where: str = "") -> Diagnosis:
+        return diagnose(
+            a[number],
+            b[number],
+            samples=chosen,
+            tolerance=allowed,
+            maps=renames,
+            unfinished=unfinished,
+            progress=_told_with(where, progress),
+        )
+
     found: dict[int, Diagnosis] = {}
     failed: dict[int, IncomparableTracesError] = {}
     for place, number in enumerate(shared, 1):
         where = f"rank {place} of {len(shared)}, " if len(shared) > 1 else ""
         try:
-            found[number] = diagnose(
-                a[number],
-                b[number],
-                samples=chosen,
-                tolerance=allowed,
-                maps=renames,
-                progress=_told_with(where, progress),
-            )
+            found[number] = compare(number, unfinished=False, where=where)
         except IncomparableTracesError as error:
             failed[number] = error
-    if not found:
-        raise next(iter(failed.values()))
     if len(a) > 1 or len(b) > 1:
-        return with_random_parts(of_ranks(found, failed, a, b), a, b)
-    only = found[shared[0]]
-    if rank is None or all(origin.kind == "leaf" for origin in only.origins):
+        return with_random_parts(of_ranks(found, failed, a, b, compare=compare), a, b)
+    only = found.get(shared[0]) or failed[shared[0]]
+    if rank is None and isinstance(only, IncomparableTracesError):
+        raise only
+    if isinstance(only, Diagnosis) and (
+        rank is None or all(o.kind == "leaf" for o in only.origins)
+    ):
         return only
     # what this rank was handed by others is not its own
-    return of_one_rank(shared[0], only, _ranks(left, None), _ranks(right, None))
+    return of_one_rank(shared[0], only, _ranks(left, None), _ranks(right, None), compare=compare)
 
 
 def _told_with(where: str, progress: Callable[[str], object]) -> Callable[[str], object]:

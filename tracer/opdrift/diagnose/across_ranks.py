@@ -9,6 +9,7 @@ from pathlib import Path
 
 from opdrift.causes.evidence import some
 from opdrift.compare import Difference, difference
+from opdrift.diagnose.divergences import between_ranks
 from opdrift.diagnose.surroundings import environment_of, summary_of
 from opdrift.errors import IncomparableTracesError
 from opdrift.gathers import gather_findings
@@ -268,7 +269,7 @@ class _Check:
         parts = Sides(members.get(ranks.left), members.get(ranks.right))
         told = parts.left or parts.right
         assert told is not None
-        divergence = _divergence(
+        divergence = between_ranks(
             kind,
             cause,
             sides,
@@ -284,7 +285,7 @@ class _Check:
     def _of_gather(self, finding: Finding) -> _Placed:
         rank = finding.rank or 0
         others = tuple(r for r in self.world.traces if r != rank)
-        divergence = _divergence(
+        divergence = between_ranks(
             "leaf",
             finding.cause,
             Sides(others, (rank,)),
@@ -308,7 +309,7 @@ class _Check:
         gap: Difference,
     ) -> _Placed:
         op = ops.left or ops.right
-        divergence = _divergence(
+        divergence = between_ranks(
             kind,
             cause,
             sides,
@@ -341,51 +342,6 @@ def _step(first: Divergence | None, traces: Sides[Trace]) -> list[str]:
 
 def _each(ranks: Sides[int]) -> Sides[tuple[int, ...]]:
     return Sides((ranks.left,), (ranks.right,))
-
-
-def _divergence(
-    kind: DivergenceKind,
-    cause: Cause,
-    ranks: Sides[tuple[int, ...]],
-    *,
-    op: str | None,
-    module: str,
-    seq: Sides[int | None],
-    source: str | None = None,
-    outside: bool = False,
-    name: str | None = None,
-    members: tuple[str, ...] = (),
-    gap: Difference | None = None,
-) -> Divergence:
-    return Divergence(
-        kind=kind,
-        name=name,
-        op=op,
-        module=module,
-        call=0,
-        phase=None,
-        source=source,
-        seq=seq,
-        output=0 if kind == "op" else None,
-        inputs_match=None,
-        material=True,
-        relative_difference=gap.relative if gap is not None else None,
-        explained=None,
-        conditioning=None,
-        max_abs_difference=gap.max_abs if gap is not None else None,
-        ulp=gap.ulp if gap is not None else None,
-        nonfinite=Sides(gap.nonfinite.left, gap.nonfinite.right)
-        if gap is not None
-        else Sides(None, None),
-        kernel=Sides(None, None),
-        arguments=(),
-        final_relative_difference=None,
-        cause=cause,
-        members=members,
-        how=gap.how if gap is not None else None,
-        outside=outside,
-        ranks=ranks,
-    )
 
 
 def _environment(left: Trace, right: Trace) -> tuple[EnvironmentDifference, ...]:

@@ -78,9 +78,12 @@ def diagnose(
     samples: tuple[int, int] | None = None,
     tolerance: Tolerance | None = None,
     maps: Maps = (),
+    unfinished: bool = False,
     progress: Callable[[str], object] = untold,
 ) -> Diagnosis:
     """Compare two traces of one process each; `progress` is told what is being done.
+
+    With `unfinished` they are compared as far as both go, though one is incomplete.
 
     Raises:
         IncomparableTracesError: See `opdrift.diff`.
@@ -103,7 +106,8 @@ def diagnose(
     whole = left.complete and right.complete
     progress("looking for where differences begin")
     found = find_origins(case, whole=whole)
-    if not found.origins and (not whole or (samples is not None and not found.sinks)):
+    unknown = not whole and not unfinished
+    if not found.origins and (unknown or (samples is not None and not found.sinks)):
         raise _nothing_found(left, right, case)
     portions = portions_of(case, found)
     if portions is None and any(

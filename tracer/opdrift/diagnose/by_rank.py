@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from opdrift.diagnose.ended import explained_end, reason
+from opdrift.diagnose.ended import Compare, Endings
 from opdrift.errors import IncomparableTracesError
-from opdrift.records import Cause, Diagnosis, Divergence
+from opdrift.records import RANK_ENDED, Cause, Diagnosis, Divergence
 from opdrift.tracefile.reader import Trace
 from opdrift.world.causes import listed
 from opdrift.world.parts import Gathered
@@ -22,6 +22,8 @@ def of_ranks(
     failed: Mapping[int, IncomparableTracesError],
     left: Mapping[int, Trace],
     right: Mapping[int, Trace],
+    *,
+    compare: Compare,
 ) -> Diagnosis:
     """The answer of the rank that a difference originates on; `ranks` holds those of all.
 
@@ -30,11 +32,12 @@ def of_ranks(
         failed: Ranks that could not be compared, and why.
         left: The left run's traces.
         right: The right run's.
+        compare: Compares a rank as far as both of its traces go.
 
     Raises:
         IncomparableTracesError: Nothing differs, and a rank could not be compared.
     """
-    exchanges = Exchanges(left, right)
+    exchanges, endings = Exchanges(left, right), Endings(left, right)
     told: dict[int, Diagnosis] = {}
     handed: dict[int, Received | Gathered] = {}
     for rank, one in found.items():
@@ -46,8 +49,14 @@ def of_ranks(
         got = exchanges.from_wrong(rank, first_of_rank, own)
         if got is not None and _may_be_handed(first_of_rank):
             told[rank], handed[rank] = _received_first(told[rank], got), got
+    told = {rank: endings.explained(rank, one) for rank, one in told.items()}
+    for rank in failed:
+        unfinished = endings.unfinished(rank, compare)
+        if unfinished is not None:
+            told[rank] = unfinished
+    open_ended = {rank: error for rank, error in failed.items() if rank not in told}
 
-    def place(rank: int) -> tuple[int, bool, int, int, bool, float, int]:
+    def place(rank: int) -> tuple[int, bool, int, int, int, bool, float, int]:
         one = told[rank]
         first = one.first
         seq = first.seq.left if first is not None and first.seq.left is not None else float("inf")
@@ -55,34 +64,55 @@ def of_ranks(
         leaf = 0 if first is not None and first.kind == "leaf" else 1
         # of two ranks at one place, the one that shows what was done
         vague = first is not None and first.cause.slug == "structure"
-        return _WEIGHT[one.verdict], rank in handed, before, leaf, vague, seq, rank
+        # what differs before a run ended, on whatever rank, is more than that it ended
+        end = 0
+        if first is not None and first.cause.slug == RANK_ENDED:
+            end = 1 if endings.is_of(rank, first.cause) else 2
+        return _WEIGHT[one.verdict], rank in handed, end, before, leaf, vague, seq, rank
 
-    best = min(told, key=place)
-    if failed and told[best].verdict == "identical":
-        raise _with_reason(next(iter(failed.values())), left, right)
-    told[best] = explained_end(best, told[best], left, right)
+    best = min(told, key=place, default=None)
+    if best is None or (open_ended and told[best].verdict == "identical"):
+        raise _with_reason(next(iter(open_ended.values())), endings)
     notes = [
         *_said(told, handed, best),
-        *(f"rank {rank} could not be compared: {error}" for rank, error in failed.items()),
+        *(f"rank {rank} could not be compared: {error}" for rank, error in open_ended.items()),
         *_uneven(left, right),
     ]
     return replace(told[best], notes=(*told[best].notes, *notes), ranks=told)
 
 
-def _with_reason(
-    error: IncomparableTracesError, left: Mapping[int, Trace], right: Mapping[int, Trace]
-) -> IncomparableTracesError:
+def _with_reason(error: IncomparableTracesError, endings: Endings) -> IncomparableTracesError:
     """Why ranks cannot be compared, with which of them ended early, where a run shows that."""
-    causes = [reason(name, traces) for name, traces in (("left", left), ("right", right))]
-    told = [cause.summary[0].upper() + cause.summary[1:] for cause in causes if cause is not None]
-    return IncomparableTracesError(" ".join([str(error), *(f"{each}." for each in told)]))
+    return IncomparableTracesError(" ".join([str(error), *(f"{each}." for each in endings.said())]))
 
 
 def of_one_rank(
-    rank: int, one: Diagnosis, left: Mapping[int, Trace], right: Mapping[int, Trace]
+    rank: int,
+    one: Diagnosis | IncomparableTracesError,
+    left: Mapping[int, Trace],
+    right: Mapping[int, Trace],
+    *,
+    compare: Compare,
 ) -> Diagnosis:
-    """The diagnosis of one rank, with what it only receives from others said as such."""
-    return explained_end(rank, _attributed(rank, one, Exchanges(left, right))[0], left, right)
+    """The diagnosis of one rank, with what it only receives from others said as such.
+
+    Args:
+        rank: Which.
+        one: Its diagnosis by itself, or why it has none.
+        left: All traces of the left run.
+        right: Those of the right run.
+        compare: Compares a rank as far as both of its traces go.
+
+    Raises:
+        IncomparableTracesError: It has none, and no rank that ended early explains that.
+    """
+    endings = Endings(left, right)
+    if isinstance(one, IncomparableTracesError):
+        found = endings.unfinished(rank, compare)
+        if found is None:
+            raise _with_reason(one, endings)
+        return found
+    return endings.explained(rank, _attributed(rank, one, Exchanges(left, right))[0])
 
 
 def _attributed(

@@ -7,8 +7,9 @@ from opdrift.case import Case, Side
 from opdrift.causes.evidence import Evidence, Shared
 from opdrift.causes.picked import kernel_picks
 from opdrift.causes.unseen import maker_of, output_words
+from opdrift.compare import Difference
 from opdrift.origins.model import Origin
-from opdrift.records import Cause, Divergence, Phase, Pick, Sides
+from opdrift.records import Cause, Divergence, DivergenceKind, Phase, Pick, Sides
 from opdrift.sizes import Size
 
 
@@ -60,6 +61,52 @@ def divergence(
         outside=call is not None and not call.id,
         made_otherwise=origin.story == "factory" and bool(origin.settings),
         content=_content(case, origin),
+    )
+
+
+def between_ranks(
+    kind: DivergenceKind,
+    cause: Cause,
+    ranks: Sides[tuple[int, ...]] | None,
+    *,
+    op: str | None,
+    module: str,
+    seq: Sides[int | None],
+    source: str | None = None,
+    outside: bool = False,
+    name: str | None = None,
+    members: tuple[str, ...] = (),
+    gap: Difference | None = None,
+) -> Divergence:
+    """A divergence that ranks show together: what needs a pair of ops is not known of it."""
+    return Divergence(
+        kind=kind,
+        name=name,
+        op=op,
+        module=module,
+        call=0,
+        phase=None,
+        source=source,
+        seq=seq,
+        output=0 if kind == "op" else None,
+        inputs_match=None,
+        material=True,
+        relative_difference=gap.relative if gap is not None else None,
+        explained=None,
+        conditioning=None,
+        max_abs_difference=gap.max_abs if gap is not None else None,
+        ulp=gap.ulp if gap is not None else None,
+        nonfinite=Sides(gap.nonfinite.left, gap.nonfinite.right)
+        if gap is not None
+        else Sides(None, None),
+        kernel=Sides(None, None),
+        arguments=(),
+        final_relative_difference=None,
+        cause=cause,
+        members=members,
+        how=gap.how if gap is not None else None,
+        outside=outside,
+        ranks=ranks,
     )
 
 

@@ -7,11 +7,13 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from textwrap import shorten
 from typing import Final, Literal
 
 from opdrift.records import (
     ACROSS_RANKS,
     OUTSIDE,
+    RANK_ENDED,
     Cause,
     Diagnosis,
     Divergence,
@@ -26,6 +28,8 @@ Tone = Literal["plain", "strong", "good", "bad", "quiet"]
 _SIDES = ("left", "right")
 #: More members than these are counted, not listed.
 _MEMBERS_SHOWN = 4
+#: Of why a rank ended so much is quoted in the headline; the cause has all of it.
+_LONGEST_END = 160
 #: Causes of random draws: how far two draws are apart says nothing.
 _DRAWS = ("rng", "dropout")
 #: Beyond this, units in the last place say nothing: elements near zero reach millions by rounding
@@ -121,8 +125,8 @@ def _place(first: Divergence, left: TraceSummary, right: TraceSummary) -> str:
         content = first.name or first.content or NAMELESS
         return f"{where}: {name(content)} changed, and no recorded op wrote it"
     if first.kind == "structure":
-        if first.cause.slug == "rank-ended":
-            return f"{where}: others waited for a rank that had ended"
+        if first.cause.slug == RANK_ENDED:
+            return readable(shorten(first.cause.summary, _LONGEST_END, placeholder=" ..."))
         if first.ranks is not None:
             return f"{where}: the ranks do different things in {_scope(first)}"
         if not first.material:
@@ -159,13 +163,9 @@ def card(first: Divergence, *, module_type: str | None = None) -> list[Field]:
         first.kind == "structure" and first.inputs_match
     ):
         fields.append(_inputs(first))
-    fields.append(
-        Field(
-            {"op": "output", "structure": "result"}.get(first.kind, "value"),
-            tuple(_difference(first)),
-            _tone(first),
-        )
-    )
+    if first.cause.slug != RANK_ENDED or first.tensors != Sides(None, None):
+        label = {"op": "output", "structure": "result"}.get(first.kind, "value")
+        fields.append(Field(label, tuple(_difference(first)), _tone(first)))
     fields.extend(_kernels(first))
     if first.arguments:
         lines = [

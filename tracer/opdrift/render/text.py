@@ -9,7 +9,7 @@ from typing import Final
 
 from rich.text import Text
 
-from opdrift.records import ACROSS_RANKS, Diagnosis, Divergence, TraceSummary, Verdict
+from opdrift.records import ACROSS_RANKS, RANK_ENDED, Diagnosis, Divergence, TraceSummary, Verdict
 from opdrift.render import card
 from opdrift.render.growth import stretches
 from opdrift.render.page import Column, Page, Screen
@@ -155,7 +155,7 @@ def _short_place(one: Diagnosis) -> str:
     shown = card.focus(one)
     if shown is None or one.verdict == "identical":
         return ""
-    if shown.cause.slug == "other-rank":
+    if shown.cause.slug in ("other-rank", RANK_ENDED):
         return readable(shown.cause.summary)
     if shown.kind == "leaf":
         return name(shown.name or card.NAMELESS)

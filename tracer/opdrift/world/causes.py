@@ -11,7 +11,7 @@ from opdrift.causes.evidence import some
 from opdrift.compare import describe, difference
 from opdrift.contents import Contents
 from opdrift.provenance import Lineage, Provenance
-from opdrift.records import RAISED, Cause, Op
+from opdrift.records import RAISED, RANK_ENDED, Cause, Op
 from opdrift.tracefile.reader import Trace
 from opdrift.world.collectives import Collective, Disagreement, World
 from opdrift.world.ends import End, ends
@@ -173,7 +173,7 @@ def of_end(world: World, end: End) -> Cause:
         path = shlex.quote(str(trace.path))
         look = f" The last op on disk: `opdrift show {path} --op {last.seq}`." if last else ""
         return Cause(
-            "rank-ended",
+            RANK_ENDED,
             "likely",
             summary,
             (f"its trace is {trace.incomplete}", *evidence),
@@ -188,7 +188,7 @@ def of_end(world: World, end: End) -> Cause:
         within = "raised in" if last.flags & RAISED else "its last op is"
         evidence.insert(0, f"{within} {last.name} (op {last.seq}){where}")
     return Cause(
-        "rank-ended",
+        RANK_ENDED,
         "certain",
         f"rank {rank} ended with {kind}{place}{message}",
         tuple(evidence),

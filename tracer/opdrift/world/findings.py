@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from opdrift.records import RAISED, Cause, Finding
+from opdrift.records import RAISED, RANK_ENDED, Cause, Finding
 from opdrift.steps import Steps
 from opdrift.tracefile.reader import Trace
 from opdrift.world.causes import (
@@ -113,7 +113,7 @@ def _end(world: World, end: End) -> Finding:
     last = last_op(trace)
     raised = last if last is not None and last.flags & RAISED else None
     found = _finding(
-        "rank-ended",
+        RANK_ENDED,
         of_end(world, end),
         trace,
         seq=last.seq if last is not None else None,
