@@ -20,7 +20,7 @@ SHARED, RECORDING, READING, BOTH = "shared", "recording", "reading", "both"
 
 #: (layer, half, modules and packages of opdrift). A module imports from its own layer or lower ones.
 LAYERS: tuple[tuple[int, str, str], ...] = (
-    (0, SHARED, "errors records"),
+    (0, SHARED, "errors records batch"),
     (1, SHARED, "composition plugins tfp1 tracefile"),
     (
         2,

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import opdrift
-from opdrift.records import Batch, Diagnosis
+from opdrift.batch import Batch
+from opdrift.records import Diagnosis
 
 LENGTHS = (5, 9, 7)
 

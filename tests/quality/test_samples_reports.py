@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import opdrift
+from opdrift.batch import Batch
 from opdrift.commands.main import diff_trace
 from opdrift.errors import IncomparableTracesError, InvalidOptionError
-from opdrift.records import Batch
 
 LENGTHS = (5, 9, 7)
 

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from opdrift.batch import Batch
 from opdrift.batches.operands import has_storage, results
 from opdrift.batches.rules import guess, rule_for
 from opdrift.batches.tracking import Batches
 from opdrift.fingerprint.engine import load_engine
 from opdrift.neutral import silent
 from opdrift.plans import Plan
-from opdrift.records import Batch
 from opdrift.tracefile.axes import BATCH, MIXED, UNKNOWN, UNSURE, Extents, Position
 
 _NUMBERS = itertools.count()

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
+from opdrift.batch import Batch
 from opdrift.batches.lengths import Lengths
-from opdrift.records import Batch
 from opdrift.tracefile.axes import LENGTH_UNKNOWN, UNKNOWN, Extents, factor, valid_part
 
 Side = Literal["left", "right"]

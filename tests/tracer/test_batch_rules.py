@@ -18,9 +18,9 @@ from following import Follow, bits, changed, moved_samples
 from torch import Tensor
 from torch.nn import functional
 
+from opdrift.batch import Batch
 from opdrift.batches.calls import Placed
 from opdrift.batches.tracks import track_of
-from opdrift.records import Batch
 from opdrift.tracefile.axes import (
     BATCH,
     LENGTH_UNKNOWN,

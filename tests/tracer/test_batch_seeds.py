@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from opdrift.batch import Batch
 from opdrift.batches.seeds import Input, Seed, find_seeds
-from opdrift.records import Batch
 
 
 def seeds(*inputs: Input, size: int, lengths: list[int] | None = None, known: int | None = None):

@@ -24,9 +24,10 @@ from opdrift.errors import (
 )
 
 if TYPE_CHECKING:
+    from opdrift.batch import Batch
     from opdrift.diagnose import diff
     from opdrift.recorder import Recorder, record
-    from opdrift.records import Batch, Diagnosis
+    from opdrift.records import Diagnosis
     from opdrift.tracefile.opening import load
     from opdrift.tracefile.reader import Trace
 
@@ -55,7 +56,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Batch": "opdrift.records",
+    "Batch": "opdrift.batch",
     "Recorder": "opdrift.recorder",
     "record": "opdrift.recorder",
     "Diagnosis": "opdrift.records",

@@ -12,9 +12,9 @@ from typing import Any, Final, Literal, cast
 import torch
 from torch.nn import Module
 
+from opdrift.batch import Batch
 from opdrift.errors import InvalidOptionError
 from opdrift.plugins import Integration, installed_integrations
-from opdrift.records import Batch
 
 Effort = Literal["auto", "full", "off"]
 _EFFORTS: Final = ("auto", "full", "off")

@@ -24,6 +24,7 @@ from torch.nn import Module
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from opdrift import environment
+from opdrift.batch import Batch
 from opdrift.batches.tracking import Batches
 from opdrift.boundaries import GRAPHS, Boundaries, around_generated_code, why_none_is_seen
 from opdrift.choices import switches
@@ -57,7 +58,7 @@ from opdrift.plugins import (
     SeesModules,
     installed_integrations,
 )
-from opdrift.records import TRACE_SCHEMA, Batch
+from opdrift.records import TRACE_SCHEMA
 from opdrift.scopes import Scopes, name_arguments, walk
 from opdrift.sources import Sources, raised_at
 from opdrift.spool import FLUSH_NS, Spool

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from opdrift.records import Batch
+from opdrift.batch import Batch
 
 Shape = tuple[int, ...]
 

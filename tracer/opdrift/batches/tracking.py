@@ -31,8 +31,8 @@ from opdrift.storages import key_of
 from opdrift.tracefile.axes import BATCH, LENGTH_UNKNOWN, UNKNOWN, UNSURE, Extents, Position, Step
 
 if TYPE_CHECKING:
+    from opdrift.batch import Batch
     from opdrift.plans import Plan
-    from opdrift.records import Batch
     from opdrift.storages import StorageState
     from opdrift.tracefile.writer import TraceWriter
     from opdrift.values import Values

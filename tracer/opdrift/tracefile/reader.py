@@ -12,9 +12,9 @@ from typing import Any, cast, overload
 import numpy as np
 import pyarrow as pa
 
+from opdrift.batch import Batch
 from opdrift.records import (
     Argument,
-    Batch,
     Call,
     Footer,
     Header,

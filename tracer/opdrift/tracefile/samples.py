@@ -12,7 +12,8 @@ from typing import Any, Final
 import numpy as np
 import pyarrow as pa
 
-from opdrift.records import Batch, TensorMeta
+from opdrift.batch import Batch
+from opdrift.records import TensorMeta
 from opdrift.tfp1 import Code
 from opdrift.tracefile.axes import (
     BATCH,
