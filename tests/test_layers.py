@@ -27,7 +27,7 @@ LAYERS: tuple[tuple[int, str, str], ...] = (
         RECORDING,
         "batches buffers choices collectives compilations environment fingerprint imports interning kernels memory neutral outcomes plans randomness rereading scopes sources spool storages transfers values",
     ),
-    (3, RECORDING, "boundaries checkpoint_digests mode naming options recorder"),
+    (3, RECORDING, "boundaries checkpoint_digests marks mode naming options recorder"),
     (2, READING, "align components contents deliveries layouts neighbours regions shards tokens"),
     (
         3,

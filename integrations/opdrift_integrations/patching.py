@@ -68,11 +68,11 @@ def watch_all(
 def _wrapper(original: Any, observers: list[tuple[Observer, FailureHandler]]) -> Any:
     @functools.wraps(original)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        running = [
-            (call, on_failure)
-            for observer, on_failure in tuple(observers)
-            if (call := _started(observer, on_failure, args, kwargs)) is not None
-        ]
+        running = []
+        for observer, on_failure in tuple(observers):
+            call = _started(observer, on_failure, args, kwargs)
+            if call is not None:
+                running.append((call, on_failure))
         try:
             result = original(*args, **kwargs)
         except BaseException:
@@ -80,7 +80,7 @@ def _wrapper(original: Any, observers: list[tuple[Observer, FailureHandler]]) ->
                 _finish(call.close, on_failure)
             raise
         for call, on_failure in running:
-            _finish(functools.partial(call.send, result), on_failure)
+            _finish(call.send, on_failure, result)
         return result
 
     setattr(watched, _OBSERVERS, observers)
@@ -102,9 +102,9 @@ def _started(
     return call
 
 
-def _finish(step: Callable[[], Any], on_failure: FailureHandler) -> None:
+def _finish(step: Callable[..., Any], on_failure: FailureHandler, *result: Any) -> None:
     try:
-        step()
+        step(*result)
     except StopIteration:
         return
     except Exception as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib.util
 import os
@@ -42,6 +43,9 @@ class FakeRecorder:
     def mark(self, kind: str, **fields: Any) -> None:
         self.marks.append({"kind": kind, **fields})
 
+    def form(self, kind: str, **fields: Any) -> Callable[..., None]:
+        return functools.partial(self.mark, kind, **fields)
+
     @contextlib.contextmanager
     def scope(self, name: str) -> Iterator[None]:
         yield
@@ -59,8 +63,11 @@ class FakeRecorder:
         with self.pause(), torch.no_grad():
             yield
 
-    def name_tensor(self, tensor: torch.Tensor, name: str, *, kind: str = "parameter") -> None:
+    def name_tensor(
+        self, tensor: torch.Tensor, name: str, *, kind: str = "parameter"
+    ) -> FakeDigest | None:
         self.names.append((kind, name, tensor.detach().clone()))
+        return None
 
     def digest(self, tensor: torch.Tensor) -> FakeDigest | None:
         needed = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()

@@ -16,7 +16,7 @@ from torch import nn
 import opdrift
 from opdrift.findings import findings
 from opdrift.plugins import Integration
-from opdrift.records import Finding
+from opdrift.records import Finding, Leaf
 from opdrift.tracefile.reader import Trace
 from opdrift_integrations.accelerate import AccelerateIntegration
 
@@ -243,6 +243,49 @@ def test_a_function_that_this_version_lacks_is_named_and_the_rest_is_recorded(
     assert mark.fields["missing"] == "CpuOffload.pre_forward"
     assert "CpuOffload.pre_forward" in caplog.text
     assert any(m.kind == "move" for m in trace.marks)
+
+
+def named(trace: Trace, name: str) -> list[Leaf]:
+    return [leaf for leaf in trace.leaves if (leaf.name, leaf.when) == (name, "gather")]
+
+
+def test_what_was_read_from_a_file_is_not_read_again(tmp_path):
+    """Its copy into memory was fingerprinted; the mark tells that, and no use asks again what the weight holds."""
+    trace = recorded(tmp_path / "trace", on_disk(tmp_path / "weights", Net()), steps=3)
+
+    loads = [
+        mark.fields
+        for mark in trace.marks
+        if mark.kind == "move" and mark.fields["direction"] == "load"
+    ]
+    fingerprints = [
+        trace.fingerprint(leaf.value)
+        for leaf in trace.leaves
+        if leaf.when == "gather" and leaf.kind == "parameter"
+    ]
+    assert len(loads) == 18
+    assert [int(load["destination"]["raw"], 16) for load in loads] == [
+        print_.raw for print_ in fingerprints if print_ is not None
+    ]
+    assert not [leaf for leaf in trace.leaves if leaf.when == "use" and leaf.kind == "parameter"]
+
+
+def test_memory_that_is_loaded_as_it_was_is_named_once(tmp_path):
+    """And once more when an op has written it."""
+    source = Net()
+    weights = {name: tensor.detach() for name, tensor in source.state_dict().items()}
+    model = in_memory(tmp_path, source, state_dict=weights)
+
+    trace = recorded(
+        tmp_path / "trace", model, steps=4, between=lambda: weights["second.weight"].mul_(2)
+    )
+
+    assert len(named(trace, "first.weight")) == 1
+    assert len({leaf.value for leaf in named(trace, "second.weight")}) == 2
+    loads = [m.fields for m in trace.marks if m.fields.get("direction") == "load"]
+    assert [load["nth"] for load in loads if load["parameters"][0][0] == "first.weight"] == [
+        *range(1, 5)
+    ]
 
 
 # ---- planted faults ----------------------------------------------------------------------------------

@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import opdrift
 from opdrift import recorder as recorder_module
 from opdrift.errors import InvalidOptionError, RecorderStateError, TraceExistsError
+from opdrift.plugins import RecorderLike
 
 
 @pytest.fixture
@@ -279,6 +281,68 @@ def test_a_mark_that_was_refused_spoils_no_other():
     assert [mark.kind for mark in found.trace.marks] == ["first"]
 
 
+def test_marks_of_one_form_share_fields():
+    with recording() as found:
+        write = found.recorder.form("shelf", title="a \u2713", nothing=None)
+        write(number=1)
+        write(number=2.5, size=float("inf"))
+        write()
+        with pytest.raises(InvalidOptionError, match="was given title again"):
+            write(title="b")
+        found.recorder.form("bare")(number=3)
+
+    shared = {"title": "a \u2713", "nothing": None}
+    assert [(mark.kind, mark.fields) for mark in found.trace.marks] == [
+        ("shelf", {**shared, "number": 1}),
+        ("shelf", {**shared, "number": 2.5, "size": "inf"}),
+        ("shelf", shared),
+        ("bare", {"number": 3}),
+    ]
+
+
+def test_whoever_is_told_of_marks_is_told_of_those_of_a_form():
+    class Told:
+        name = "told"
+        library = "torch"
+        marks: ClassVar[list[Any]] = []
+
+        def attach(self, recorder: RecorderLike) -> AbstractContextManager[None]:
+            return nullcontext()
+
+        def marked(self, kind: str, fields: Mapping[str, Any]) -> None:
+            self.marks.append((kind, dict(fields)))
+
+    told = Told()
+    with recording(integrations=[told]) as found:
+        found.recorder.form("shelf", title="a")(number=1)
+
+    assert told.marks == [("shelf", {"title": "a", "number": 1})]
+
+
+def test_a_form_that_outlives_its_recorder_says_so():
+    with recording() as found:
+        write = found.recorder.form("shelf")
+
+    with pytest.raises(RecorderStateError, match="not open"):
+        write()
+
+
+def test_naming_says_what_was_read_for_it():
+    """Of memory that is new, and of a parameter that an op has just made; not of what is known longer."""
+    with recording() as found:
+        made = nn.Parameter(torch.ones(3) * 2)
+        digests = [found.recorder.name_tensor(made, "made"), found.recorder.digest(made)]
+        with found.recorder.pause():
+            new = torch.linspace(0, 1, 5)
+        digests += [found.recorder.name_tensor(new, "new"), found.recorder.digest(new)]
+        assert found.recorder.name_tensor(made, "made") is None
+        assert found.recorder.name_tensor(new, "again") is None
+
+    assert None not in digests
+    assert digests[0] == digests[1]
+    assert digests[2] == digests[3]
+
+
 def test_a_number_that_went_into_the_program_is_a_mark():
     with recording() as found:
         torch.full((1,), 2.5).item()
@@ -302,6 +366,7 @@ def test_a_setting_that_changes_is_a_mark():
     "call",
     [
         lambda recorder: recorder.mark("step"),
+        lambda recorder: recorder.form("step"),
         lambda recorder: recorder.scope("loss"),
         lambda recorder: recorder.pause(),
         lambda recorder: recorder.quiet(),
@@ -310,7 +375,17 @@ def test_a_setting_that_changes_is_a_mark():
         lambda recorder: recorder.digests([(torch.ones(2), (1, 1))]),
         lambda recorder: recorder.clean_path(nn.Linear(1, 1)),
     ],
-    ids=["mark", "scope", "pause", "quiet", "name_tensor", "digest", "digests", "clean_path"],
+    ids=[
+        "mark",
+        "form",
+        "scope",
+        "pause",
+        "quiet",
+        "name_tensor",
+        "digest",
+        "digests",
+        "clean_path",
+    ],
 )
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_a_recorder_that_is_not_open_says_so(

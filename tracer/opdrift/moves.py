@@ -6,6 +6,7 @@ judge is judged here: whether an op that was recorded made a change.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -234,17 +235,26 @@ class _Moves:
                 return
 
     @cached_property
-    def _values(self) -> dict[tuple[str, int], int]:
-        """(name, last op before it) -> the value that a load put into a module."""
-        return {
-            (leaf.name, leaf.seq): leaf.value for leaf in self.trace.leaves if leaf.when == "gather"
-        }
+    def _values(self) -> dict[str, tuple[list[int], list[int]]]:
+        """Name -> the values that loads put into a module, and the last op before each."""
+        found: dict[str, tuple[list[int], list[int]]] = {}
+        for leaf in self.trace.leaves:
+            if leaf.when == "gather":
+                seqs, values = found.setdefault(leaf.name, ([], []))
+                seqs.append(leaf.seq)
+                values.append(leaf.value)
+        return found
 
     def _writers(self, load: Mark | None, until: Mark) -> list[Op]:
         """The ops that wrote what a load brought, up to another mark."""
-        value = None if load is None else self._values.get((_name(load), load.seq))
-        if load is None or value is None:
+        if load is None:
             return []
+        seqs, values = self._values.get(_name(load), ([], []))
+        # memory that a load finds as it was named before is not named again
+        named = bisect_right(seqs, load.seq)
+        if not named:
+            return []
+        value = values[named - 1]
         trace = self.trace
         start, end = np.searchsorted(trace.ops.seq, [load.seq, until.seq], side="right")
         storage = trace.values.storage

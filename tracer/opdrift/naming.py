@@ -39,10 +39,14 @@ class Naming:
 
     def tensor(
         self, t: ThreadBuffers, tensor: torch.Tensor, name: str, kind: str, when: str
-    ) -> None:
-        """Name a tensor's present content."""
+    ) -> tuple[int, int, int] | None:
+        """Name a tensor's present content; return what `Engine.digest` says of it where that is known."""
+        read = None
         for part_name, part in plain_parts(name, tensor):
-            self._values.name(t, part, part_name, kind, when)
+            is_known = self._values.name(t, part, part_name, kind, when)
+            if is_known and part is tensor:
+                read = self._values.digest_read(part)
+        return read
 
     def model(self, t: ThreadBuffers, model: Module, prefix: str) -> None:
         """Name and fingerprint a model's parameters and buffers, and say in a mark what it is."""

@@ -54,6 +54,9 @@ class RecorderLike(Protocol):
     def mark(self, kind: str, /, **fields: Any) -> None:
         """Write a mark: something that is no op. Fields are JSON types."""
 
+    def form(self, kind: str, /, **fields: Any) -> Callable[..., None]:
+        """What writes marks that share these fields, which become JSON only once; it is called with the others."""
+
     def scope(self, name: str) -> AbstractContextManager[None]:
         """Ops inside run in the scope `name`, below the current one."""
 
@@ -63,8 +66,11 @@ class RecorderLike(Protocol):
     def quiet(self) -> AbstractContextManager[None]:
         """Ops inside are the integration's own: nobody sees them, no mode of the program either, and they have no graph."""
 
-    def name_tensor(self, tensor: Any, name: str, *, kind: str = "parameter") -> None:
-        """Give a tensor's present content a name; it is fingerprinted now, also if it is a view."""
+    def name_tensor(self, tensor: Any, name: str, *, kind: str = "parameter") -> Digest | None:
+        """Give a tensor's present content a name; it is fingerprinted now, also if it is a view.
+
+        Returns the digest of what it holds where that was read for this, or as the last op made it; else None.
+        """
 
     def digest(self, tensor: Any) -> Digest | None:
         """The digest of a tensor's present content; None if it cannot be read now."""

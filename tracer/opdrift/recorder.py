@@ -38,6 +38,7 @@ from opdrift.imports import watch_imports
 from opdrift.interning import Interning
 from opdrift.kernels.answers import Answers
 from opdrift.kernels.full import watching
+from opdrift.marks import Marks
 from opdrift.mode import RecordingMode
 from opdrift.naming import Naming
 from opdrift.neutral import around_compilation, dispatch_keys, silent
@@ -48,7 +49,6 @@ from opdrift.options import (
     check_stretches,
     check_tensor,
     check_text,
-    finite,
 )
 from opdrift.plugins import (
     Integration,
@@ -153,7 +153,6 @@ class Recorder:
         #: threads that called modules, and whose ops are not recorded
         self._unrecorded: set[int] = set()
         self._told_of_calls: list[SeesCalls] = []
-        self._told_of_marks: list[SeesMarks] = []
         #: devices without a kernel, as notes
         self._slow_devices: list[str] = []
         #: why kernels were not watched although that was asked for, as notes
@@ -212,6 +211,7 @@ class Recorder:
         )
         spool.after_flush = self._values.prune
         self._batches = self._follow_batch()
+        self._marks = Marks(spool, self._guarded, self._must_be_open)
         self._naming = Naming(self._values, write_mark=spool.mark, write_leaf=spool.leaf)
         self._sources = Sources(spool.name)
         self._sources.on_new_line = self._note_flags_here
@@ -447,19 +447,17 @@ class Recorder:
             InvalidOptionError: `kind` is no text, or a field no JSON type.
         """
         self._must_be_open("mark")
-        check_text("mark", "kind", kind)
-        try:
-            try:
-                text = json.dumps(fields, allow_nan=False)
-            except ValueError:
-                text = json.dumps(finite(fields))
-        except (TypeError, ValueError, RecursionError) as error:
-            raise InvalidOptionError(
-                f"mark({kind!r}) has a field that is no JSON value: {error}. Use numbers, text, lists and dicts."
-            ) from None
-        self._spool.mark(self._spool.thread(), kind, text)
-        for each in self._told_of_marks:
-            self._guarded("a mark", partial(each.marked, kind, fields))
+        self._marks.mark(kind, fields)
+
+    def form(self, kind: str, /, **fields: Any) -> Callable[..., None]:
+        """What writes marks that share these fields, which become JSON only once; it is called with the others.
+
+        Raises:
+            RecorderStateError: The recorder is not open.
+            InvalidOptionError: As `mark`; or, when it is called, a field is given again.
+        """
+        self._must_be_open("form")
+        return self._marks.form(kind, fields)
 
     def scope(self, name: str) -> AbstractContextManager[None]:
         """Ops inside run in the scope `name`, below the present one.
@@ -503,13 +501,19 @@ class Recorder:
         self._must_be_open("quiet")
         return _unseen()
 
-    def name_tensor(self, tensor: torch.Tensor, name: str, *, kind: str = "parameter") -> None:
+    def name_tensor(
+        self, tensor: torch.Tensor, name: str, *, kind: str = "parameter"
+    ) -> Digest | None:
         """Give a tensor's present content a name in the trace; it is fingerprinted now, also if it is a view.
 
         Args:
             tensor: A strided tensor on any device; one whose memory is freed is named without content.
             name: The leaf's name.
             kind: "parameter", "buffer", "input", "constant", or "shard" for this rank's part of a parameter.
+
+        Returns:
+            The digest of what it holds, where that was read for this, because nothing was known of its memory, or is the
+            last that was read, because an op has just made it; else None.
 
         Raises:
             RecorderStateError: The recorder is not open.
@@ -524,9 +528,12 @@ class Recorder:
         check_tensor("name_tensor", tensor)
         with silent():
             t = self._spool.thread()
-            self._guarded(
-                "name_tensor", lambda: self._naming.tensor(t, tensor, name, kind, "gather")
-            )
+            try:
+                read = self._naming.tensor(t, tensor, name, kind, "gather")
+            except Exception as error:
+                self._failed("name_tensor", error)
+                return None
+            return None if read is None else Digest(*read)
 
     def digest(self, tensor: torch.Tensor) -> Digest | None:
         """The digest of a tensor's present content; None if it cannot be read now (freed, meta, in flight).
@@ -675,7 +682,7 @@ class Recorder:
             if isinstance(integration, SeesModules):
                 self._scopes.watchers.append(integration)
             if isinstance(integration, SeesMarks):
-                self._told_of_marks.append(integration)
+                self._marks.told.append(integration)
         except Exception as error:
             self._failed(f"integration {integration.name}", error)
 

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from opdrift.buffers import FINGERPRINTS, VALUE, VALUE_BYTES, VALUES
+from opdrift.fingerprint.row import ROW
 from opdrift.fingerprint.tensors import MANY, without_repeats
 from opdrift.memory import Generated, InFlight, Unwritten, handed_on
 from opdrift.neutral import silent
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
     from opdrift.memory import Use
     from opdrift.plans import Plan
 
+#: Where a fingerprint's row says of which value it is.
+_VALUE_AT: Final = ROW.fields["value"][1] if ROW.fields else 0
 #: Types whose content is their storage's. Every other subclass is passed on and seen by its inner ops.
 PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 _MAX_METAS: Final = 65536
@@ -353,16 +357,21 @@ class Values:
         self, t: ThreadBuffers, tensor: Tensor, state: StorageState, entry: Entry
     ) -> None:
         """Name a parameter whose content an op of this run made, at its first use."""
-        state.leaf = leaf = Leaf(self.rereading.round + 1)
-        state.at = tensor.untyped_storage().data_ptr() or 1
-        state.version = version_of(tensor)
-        leaf.at_version(state.version)
+        leaf = self._made_leaf(tensor, state)
         if self.integrity != "off" and self.can_read(tensor) and state.may_be_read(tensor):
             self.rereading.learn(tensor, state, leaf)
         found = self._name_in_module(t, tensor)
         if found is not None:
             leaf.names.append(found)
             self.tell(t, leaf, entry[0], *found, "use")
+
+    def _made_leaf(self, tensor: Tensor, state: StorageState) -> Leaf:
+        """Check a storage that an op made at its uses, as a leaf's is."""
+        state.leaf = leaf = Leaf(self.rereading.round + 1)
+        state.at = tensor.untyped_storage().data_ptr() or 1
+        state.version = version_of(tensor)
+        leaf.at_version(state.version)
+        return leaf
 
     def _new_leaf(self, tensor: Tensor) -> tuple[StorageState, Leaf]:
         storage = tensor.untyped_storage()
@@ -563,10 +572,15 @@ class Values:
 
     # ---- names -----------------------------------------------------------------------------------------
 
-    def name(self, t: ThreadBuffers, tensor: Tensor, name: str, kind: str, when: str) -> int:
-        """Give a tensor's present content a name, and fingerprint it if nothing has; return its value id."""
+    def name(self, t: ThreadBuffers, tensor: Tensor, name: str, kind: str, when: str) -> bool:
+        """Give a tensor's present content a name, and fingerprint it if nothing has.
+
+        Returns whether its storage was new, or a parameter whose fingerprint is the last one of this thread: then it is
+        known what it holds without reading it again.
+        """
         state: StorageState | None = getattr(tensor.untyped_storage(), self.key, None)
         key = key_of(tensor)
+        is_known = state is None
         if state is None:
             state, _ = self._new_leaf(tensor)
         leaf = state.leaf
@@ -579,7 +593,10 @@ class Values:
             entry = self._make_another(t, state, key)
         if isinstance(state.special, Generated):
             entry, _ = self._generated(t, tensor, state, entry, 0)
-        if (leaf is None or key != leaf.key) and self.can_read(tensor):
+        if leaf is None and self._is_last(t, tensor, state, entry[0]):
+            leaf, is_known = self._made_leaf(tensor, state), True
+            leaf.read(key, tensor.numel(), self._last_digest(t))
+        elif (leaf is None or key != leaf.key) and self.can_read(tensor):
             self.show(t, tensor, state, entry[0], key)
         if kind not in ("output", "gradient"):  # a result keeps the name that it had
             self._names[id(tensor)] = (weakref.ref(tensor), name, kind)
@@ -587,7 +604,14 @@ class Values:
                 leaf.names = [known for known in leaf.names if known[0]]
                 leaf.names.append((name, kind))
         self.tell(t, leaf, entry[0], name, kind, when)
-        return entry[0]
+        return is_known
+
+    def _is_last(self, t: ThreadBuffers, tensor: Tensor, state: StorageState, value: int) -> bool:
+        """Whether a parameter that an op made is what was fingerprinted last on this thread."""
+        if type(tensor) is not Parameter or state.special is not None or not t.fingerprint_count:
+            return False
+        at = (t.fingerprint_count - 1) * self.row_bytes + _VALUE_AT
+        return value == int.from_bytes(t.fingerprints[at : at + 8], "little")
 
     def tell(
         self, t: ThreadBuffers, leaf: Leaf | None, value: int, name: str, kind: str, when: str
@@ -616,6 +640,15 @@ class Values:
         """What is known of a tensor without registering anything."""
         state: StorageState | None = getattr(tensor.untyped_storage(), self.key, None)
         return None if state is None else (state, state.values.get(key_of(tensor)))
+
+    def digest_read(self, tensor: Tensor) -> tuple[int, int, int] | None:
+        """What `Engine.digest` says of a leaf, as it was when it was last read; None if that was not all of it."""
+        known = self.value_of(tensor)
+        leaf = None if known is None else known[0].leaf
+        code = self.engine.code(tensor.dtype)
+        if leaf is None or code is None or leaf.key != key_of(tensor):
+            return None
+        return leaf.raw, tensor.numel(), code
 
     def _drop_dead(self) -> None:
         """Forget those of the latest storages that died, which are most of them.

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from opdrift.plugins import Digest
+from opdrift_integrations.accelerate.marks import Move
 from opdrift_integrations.digests import same
 
 
@@ -28,9 +30,14 @@ class Slot:
         loaded: What the last load brought.
         address: Where that lay.
         aliased: The last load copied nothing: the module used the source itself.
+        source: The memory that it was last loaded from, and `named`: what that was called then, and how often it had
+            been written.
+        tied: ((name, the name that was loaded from the same memory before),)
+        forms: Direction -> its last move, and what writes a mark that says the same.
     """
 
     number: int
+    owner: weakref.ref[nn.Module]
     name: str = ""
     unit: str | None = None
     loads: int = 0
@@ -39,25 +46,28 @@ class Slot:
     loaded: Digest | None = None
     address: int = 0
     aliased: bool = False
+    source: Callable[[], torch.UntypedStorage | None] = lambda: None
+    named: tuple[str, int] | None = None
+    tied: tuple[tuple[str, str], ...] = ()
+    forms: dict[str, tuple[Move, Callable[..., None]]] = field(default_factory=dict)
 
 
 class Slots:
     """The slots of one recorder."""
 
     def __init__(self) -> None:
-        self._of: weakref.WeakKeyDictionary[nn.Module, dict[str, Slot]] = (
-            weakref.WeakKeyDictionary()
-        )
+        #: (id of a module, name) -> the slot, which says whether it is still that module.
+        self._of: dict[tuple[int, str], Slot] = {}
         self._all: list[Slot] = []
         #: Where a source lies in memory -> the source, and the first name that was loaded from there.
         self._sources: dict[int, tuple[weakref.ref[torch.UntypedStorage], str]] = {}
 
     def of(self, owner: nn.Module, name: str) -> Slot:
         """The slot of a module's own parameter or buffer; it is made at its first move."""
-        slots = self._of.setdefault(owner, {})
-        slot = slots.get(name)
-        if slot is None:
-            slot = slots[name] = Slot(len(self._all))
+        key = id(owner), name
+        slot = self._of.get(key)
+        if slot is None or slot.owner() is not owner:
+            slot = self._of[key] = Slot(len(self._all), weakref.ref(owner))
             self._all.append(slot)
         return slot
 
@@ -71,25 +81,28 @@ class Slots:
             if slot is not but and (same(slot.known, content) or same(slot.loaded, content))
         ]
 
-    def tied(self, slot: Slot, source: torch.Tensor) -> list[list[str]]:
-        """[[name, owner]] where a slot is loaded from memory that another name was loaded from before."""
+    def tied(self, slot: Slot, source: torch.Tensor) -> tuple[tuple[str, str], ...]:
+        """((name, owner),) where a slot is loaded from memory that another name was loaded from before."""
         address, storage = source.data_ptr(), source.untyped_storage()
         found = self._sources.get(address)
         if address and (found is None or found[0]() is None):
             self._sources[address] = weakref.ref(storage), slot.name
-            return []
-        return [] if found is None or found[1] == slot.name else [[slot.name, found[1]]]
+            return ()
+        return () if found is None or found[1] == slot.name else ((slot.name, found[1]),)
 
 
 def owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     """The module that holds a tensor with a dotted name itself, and the tensor's name in it."""
+    if "." not in name:
+        return module, name
     path, _, own = name.rpartition(".")
-    return (module.get_submodule(path) if path else module), own
+    return module.get_submodule(path), own
 
 
 def held(owner: nn.Module, name: str) -> Any:
     """A module's own parameter or buffer, without asking the module's `__getattr__`."""
-    return owner._parameters.get(name, owner._buffers.get(name))
+    found = owner._parameters.get(name)
+    return owner._buffers.get(name) if found is None else found
 
 
 def differing(wanted: torch.Tensor, found: torch.Tensor) -> dict[str, Any]:

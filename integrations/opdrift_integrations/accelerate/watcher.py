@@ -29,8 +29,9 @@ import contextlib
 import functools
 import os
 import threading
+import weakref
 from collections.abc import Generator, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import hooks
@@ -39,14 +40,35 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from opdrift.plugins import Digest, RecorderLike
+from opdrift_integrations.accelerate.marks import DISK, Copied, Dropped, Loaded, Move, Outcome
 from opdrift_integrations.accelerate.slots import Slot, Slots, differing, held, owner_of
-from opdrift_integrations.digests import as_field, same
+from opdrift_integrations.digests import same
 from opdrift_integrations.failures import Failures
 from opdrift_integrations.patching import watch_all
 from opdrift_integrations.paths import join
 from opdrift_integrations.tensors import dtype_name
 
 Observation = Generator[None, Any, None]
+
+_META = torch.device("meta")
+
+
+class Compared(NamedTuple):
+    """A copy and what it was made from.
+
+    Attributes:
+        copied: It has memory of its own.
+        source: Digest of what it was made from.
+        destination: Its own digest.
+        intact: Whether it is what it has to be; None if one of them could not be read.
+        wrong: What a mark says where it is not.
+    """
+
+    copied: bool
+    source: Digest | None
+    destination: Digest | None
+    intact: bool | None
+    wrong: dict[str, Any]
 
 
 class Watcher:
@@ -114,17 +136,23 @@ class Watcher:
             return
         file = os.path.join(folder, f"{weight_name}.dat")
         content = self._written[file] = self._recorder.digest(weight)
-        self._mark(
-            None,
+        move = Move(
             "write",
-            parameters=[[join(weight_name), 0, list(weight.shape)]],
-            **_from(weight),
-            destination_dtype=dtype_name(weight.dtype),
-            destination_device="disk",
-            file=file,
-            blocking=True,
-            source=as_field(content),
+            self._phase(),
+            None,
+            None,
+            join(weight_name),
+            weight.shape,
+            weight.nbytes,
+            weight.dtype,
+            weight.device,
+            weight.dtype,
+            DISK,
+            file,
+            True,
+            content,
         )
+        self._recorder.mark("move", **move.fields())
 
     def place(
         self,
@@ -140,7 +168,7 @@ class Watcher:
         **kwargs: Any,
     ) -> Observation:
         """`set_module_tensor_to_device`: a tensor of a module is replaced by one elsewhere."""
-        if not self._here():
+        if threading.get_ident() != self._thread:
             return
         owner, name = owner_of(module, tensor_name)
         old = held(owner, name)
@@ -149,15 +177,17 @@ class Watcher:
         if new is old or new is None or old is None:
             return
         slot = self._slots.of(owner, name)
-        self._place_in_model(slot, owner, name, tensor_name)
+        if slot.unit is None or not new.is_meta:
+            self._place_in_model(slot, owner, name, tensor_name)
         blocking = not non_blocking
         if new.is_meta:
             if not old.is_meta:
                 self._drop(slot, old, blocking=blocking)
         elif isinstance(value, torch.Tensor):
-            self._load(slot, value, new, name in owner._buffers, blocking=blocking)
+            kind = "buffer" if name in owner._buffers else "parameter"
+            self._load(slot, value, new, kind, blocking=blocking)
         elif old.device != new.device:
-            self._copy(slot, old, new, "place", blocking=blocking)
+            self._replace(slot, old, new, blocking=blocking)
 
     def whole(
         self, phase: str, direction: str, hook: Any, module: nn.Module, *args: Any, **kwargs: Any
@@ -186,15 +216,18 @@ class Watcher:
         ]
         self._running.append((phase, ""))
         try:
-            self._mark(
-                unit,
-                direction,
+            self._recorder.mark(
+                "move",
+                library="accelerate",
+                unit=unit,
+                phase=self._phase(),
+                direction=direction,
                 parameters=[[name, 0, list(tensor.shape)] for name, _, tensor in named],
                 source_dtype=_common(dtype for _, dtype in before.values()),
                 source_device=origin,
                 destination_dtype=_common(tensor.dtype for _, tensor in moved),
                 destination_device=str(target),
-                bytes=sum(_bytes(tensor) for _, tensor in moved),
+                bytes=sum(tensor.nbytes for _, tensor in moved),
                 blocking=True,
                 intact=None if target.type == "meta" else not bad,
                 **({"mismatch": bad} if bad else {}),
@@ -216,124 +249,144 @@ class Watcher:
             slot.unit, slot.name = path, join(path, own)
 
     def _load(
-        self,
-        slot: Slot,
-        source: torch.Tensor,
-        new: torch.Tensor,
-        is_buffer: bool,
-        *,
-        blocking: bool,
+        self, slot: Slot, source: torch.Tensor, new: torch.Tensor, kind: str, *, blocking: bool
     ) -> None:
         file = self._read_from.get(source) if self._read_from else None
+        copied = not _is_alias(new, source)
         slot.loads += 1
-        slot.aliased = file is None and _is_alias(new, source)
+        slot.aliased = file is None and not copied
         slot.address = new.data_ptr()
         known, seen = slot.known, slot.seen
         if known is None and file in self._written:
             known, seen = self._written[file], "write"
-        before, after = self._copy(
-            slot,
-            source,
-            new,
-            "load",
-            nth=slot.loads,
-            file=file,
-            known=known,
-            seen=seen,
-            blocking=blocking,
+        found = self._compare(slot, source, new, self._name(slot, source, new, kind, file))
+        before, after = found.source, found.destination
+        # A file may hold another precision than the module that was taken away.
+        recast = known is not None and before is not None and known.code != before.code
+        outcome = Loaded(
+            after,
+            slot.aliased,
+            found.intact,
+            known,
+            seen,
+            same(known, after if recast else before),
+            slot.tied,
         )
+        move = self._move(slot, "load", source, new, file, before, outcome, blocking=blocking)
+        self._tell(slot, move, nth=slot.loads, **found.wrong)
         slot.known, slot.seen, slot.loaded = before, "load", after
-        self._recorder.name_tensor(new, slot.name, kind="buffer" if is_buffer else "parameter")
 
-    def _copy(
-        self,
-        slot: Slot,
-        source: torch.Tensor,
-        new: torch.Tensor,
-        direction: str,
-        *,
-        file: str | None = None,
-        known: Digest | None = None,
-        seen: str | None = None,
-        **fields: Any,
-    ) -> tuple[Digest | None, Digest | None]:
-        """Compare a copy with what it was made from, and write the mark; return both digests."""
-        before = after = self._recorder.digest(source)
-        copied, intact = not _is_alias(new, source), None if before is None else True
-        if copied:
-            with self._recorder.quiet():
-                after = self._recorder.digest(new)
-                cast = source if source.dtype == new.dtype else source.to(new.dtype)
-                wanted = before if cast is source else self._recorder.digest(cast)
-                intact = same(wanted, after)
-                if intact is False:
-                    fields["mismatch"] = [{"parameter": slot.name, **differing(cast, new)}]
-                    fields["holds"] = self._slots.holding(after, slot)
-        if direction == "load":
-            fields["known"], fields["seen"] = as_field(known), seen
-            # A file may hold another precision than the module that was taken away.
-            comparable = (before, after)[bool(known and before and known.code != before.code)]
-            fields["source_unchanged"] = same(known, comparable)
-            fields["tied"] = [] if file else self._slots.tied(slot, source)
-        self._mark(
-            slot.unit,
-            direction,
-            slot=slot.number,
-            parameters=[[slot.name, 0, list(new.shape)]],
-            **_from(source, file),
-            destination_dtype=dtype_name(new.dtype),
-            destination_device=str(new.device),
-            bytes=_bytes(new),
-            aliased=not copied and file is None,
-            source=as_field(before),
-            destination=as_field(after),
-            intact=intact,
-            **fields,
-        )
-        return before, after
+    def _name(
+        self, slot: Slot, source: torch.Tensor, new: torch.Tensor, kind: str, file: str | None
+    ) -> Digest | None:
+        """Name what was loaded; return its digest where it has just been read from a file, and the recorder knows it."""
+        if file is not None:
+            slot.tied = ()
+            return self._recorder.name_tensor(new, slot.name, kind=kind)
+        storage, named = source.untyped_storage(), (slot.name, self._recorder.writes(source))
+        if slot.aliased and slot.source() is storage and slot.named == named:
+            return (
+                None  # the memory has its name, and what it holds, unless that was written unseen
+            )
+        slot.source, slot.named = weakref.ref(storage), named
+        slot.tied = self._slots.tied(slot, source)
+        self._recorder.name_tensor(new, slot.name, kind=kind)
+        return None
+
+    def _replace(self, slot: Slot, old: torch.Tensor, new: torch.Tensor, *, blocking: bool) -> None:
+        """A tensor was moved to another device for good."""
+        found = self._compare(slot, old, new, None)
+        outcome = Copied(found.destination, not found.copied, found.intact)
+        move = self._move(slot, "place", old, new, None, found.source, outcome, blocking=blocking)
+        self._tell(slot, move, **found.wrong)
+
+    def _compare(
+        self, slot: Slot, source: torch.Tensor, new: torch.Tensor, read: Digest | None
+    ) -> Compared:
+        """Compare a copy with what it was made from; `read` is the digest of the copy, where it is known.
+
+        A digest that is as it was is the same object: it need not be compared again with what was told of it.
+        """
+        if _is_alias(new, source):
+            content = _kept(slot.known, read or self._recorder.digest(source))
+            return Compared(False, content, content, None if content is None else True, {})
+        with self._recorder.quiet():
+            before = _kept(slot.known, self._recorder.digest(source))
+            after = _kept(slot.loaded, read or self._recorder.digest(new))
+            cast = source if source.dtype == new.dtype else source.to(new.dtype)
+            intact = same(before if cast is source else self._recorder.digest(cast), after)
+            wrong = {}
+            if intact is False:
+                where = {"parameter": slot.name, **differing(cast, new)}
+                wrong = {"mismatch": [where], "holds": self._slots.holding(after, slot)}
+            return Compared(True, before, after, intact, wrong)
 
     def _drop(self, slot: Slot, old: torch.Tensor, *, blocking: bool) -> None:
-        content: Digest | None = None
-        fields: dict[str, Any] = {}
+        outcome: Dropped | None = None
+        further: dict[str, Any] = {}
         if slot.loads and self._phase() == "forward":
-            rebound = old.data_ptr() != slot.address
-            kept = slot.aliased and not rebound
-            fields = {"nth": slot.loads, "rebound": rebound, "aliased": kept, "intact": True}
-            # What the module shares with its source is not lost; the next load looks at it.
-            if not kept:
-                content = self._recorder.digest(old)
-                fields["destination"] = as_field(slot.loaded)
-                fields["intact"] = same(slot.loaded, content)
-                if fields["intact"] is False:
-                    fields["holds"] = self._slots.holding(content, slot)
+            content, outcome, further = self._given_back(slot, old)
         else:
             content = self._recorder.digest(old)
             slot.known, slot.seen = content, "attach"
-        self._mark(
+        move = self._move(slot, "drop", old, old, None, content, outcome, blocking=blocking)
+        self._tell(slot, move._replace(destination_device=_META), **further)
+
+    def _given_back(
+        self, slot: Slot, old: torch.Tensor
+    ) -> tuple[Digest | None, Dropped, dict[str, Any]]:
+        """What is taken away after a forward, what has become of it, and further fields of the mark."""
+        rebound = old.data_ptr() != slot.address
+        further: dict[str, Any] = {"nth": slot.loads}
+        # What the module shares with its source is not lost; the next load looks at it.
+        if slot.aliased and not rebound:
+            return None, Dropped(None, True, True, rebound), further
+        content = _kept(slot.loaded, self._recorder.digest(old))
+        intact = same(slot.loaded, content)
+        if intact is False:
+            further["holds"] = self._slots.holding(content, slot)
+        return content, Dropped(slot.loaded, False, intact, rebound), further
+
+    def _move(
+        self,
+        slot: Slot,
+        direction: str,
+        source: torch.Tensor,
+        new: torch.Tensor,
+        file: str | None,
+        content: Digest | None,
+        outcome: Outcome,
+        *,
+        blocking: bool,
+    ) -> Move:
+        return Move(
+            direction,
+            self._phase(),
             slot.unit,
-            "drop",
-            slot=slot.number,
-            parameters=[[slot.name, 0, list(old.shape)]],
-            **_from(old),
-            destination_dtype=dtype_name(old.dtype),
-            destination_device="meta",
-            blocking=blocking,
-            source=as_field(content),
-            **fields,
+            slot.number,
+            slot.name,
+            new.shape,
+            new.nbytes,
+            source.dtype,
+            source.device if file is None else DISK,
+            new.dtype,
+            new.device,
+            file,
+            blocking,
+            content,
+            outcome,
         )
+
+    def _tell(self, slot: Slot, move: Move, **fields: Any) -> None:
+        """Write the mark of a move; one that says what the last one said is not made into JSON again."""
+        known = slot.forms.get(move.direction)
+        if known is None or known[0] != move:
+            known = move, self._recorder.form("move", **move.fields())
+            slot.forms[move.direction] = known
+        known[1](**fields)
 
     def _phase(self) -> str:
         return self._running[-1][0] if self._running else "checkpoint"
-
-    def _mark(self, unit: str | None, direction: str, **fields: Any) -> None:
-        self._recorder.mark(
-            "move",
-            library="accelerate",
-            unit=unit,
-            phase=self._phase(),
-            direction=direction,
-            **fields,
-        )
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -345,18 +398,12 @@ def _is_alias(new: torch.Tensor, source: torch.Tensor) -> bool:
     return new.data_ptr() == source.data_ptr() and new.dtype == source.dtype
 
 
-def _from(source: torch.Tensor, file: str | None = None) -> dict[str, Any]:
-    where = {"source_device": str(source.device)}
-    if file is not None:
-        where = {"source_device": "disk", "file": file}
-    return {"source_dtype": dtype_name(source.dtype), **where}
+def _kept(before: Digest | None, now: Digest | None) -> Digest | None:
+    """What is there now, as the object that it was before if it is still that."""
+    return before if same(before, now) else now
 
 
 def _common(dtypes: Iterable[torch.dtype]) -> str | None:
     """The dtype that all have; None if they have several."""
     names = {dtype_name(dtype) for dtype in dtypes}
     return names.pop() if len(names) == 1 else None
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

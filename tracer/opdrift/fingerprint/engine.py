@@ -85,6 +85,11 @@ class Engine:
             address += size * width
         return found
 
+    def code(self, dtype: torch.dtype) -> int | None:
+        """The component code of a dtype whose memory can be read as it is; None if it cannot."""
+        kind = self.kinds.get(dtype)
+        return None if kind is None else _code(kind)
+
     def _is_ready(self, tensor: Tensor) -> bool:
         """Whether the memory of a readable tensor can be read as it is."""
         return (
