@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from functools import cached_property
 from typing import Final
 
 import numpy as np
@@ -13,6 +15,10 @@ from opdrift.tracefile.reader import Trace
 
 #: Marks that say how many steps of an optimizer were done.
 _COUNTING: Final = frozenset({"gather", "use", "reshard"})
+#: Ops by which torch tells a profiler of a stretch of the program; every optimizer of torch does so of its step.
+_ENTER: Final = "profiler._record_function_enter_new.default"
+_EXIT: Final = "profiler._record_function_exit._RecordFunction"
+_STEP: Final = "Optimizer.step#"
 
 
 class Steps:
@@ -23,6 +29,7 @@ class Steps:
     """
 
     def __init__(self, trace: Trace) -> None:
+        self._trace = trace
         marks = [m for m in trace.marks if m.kind == "step"]
         self._seqs = [m.seq for m in marks]
         named = [m.fields.get("step") for m in marks]
@@ -36,12 +43,19 @@ class Steps:
         return self.numbers[position - 1] if position else None
 
     def known_at(self, seq: int | None) -> int | None:
-        """The same, or else how many steps of an optimizer were done, as the last mark of a gather before it tells."""
+        """The same, or else how many steps of an optimizer were done: by the last mark of a gather before, or by its ops."""
         named = self.at(seq)
         if named is not None or seq is None:
             return named
-        position = bisect_right(self._done, seq, key=lambda each: each[0])
-        return self._done[position - 1][1] if position else None
+        if self._done:
+            position = bisect_right(self._done, seq, key=lambda each: each[0])
+            return self._done[position - 1][1] if position else None
+        return bisect_left(self._ended, seq) if self._ended else None
+
+    @cached_property
+    def _ended(self) -> list[int]:
+        """The ops with which steps of an optimizer ended."""
+        return list(_ends_of_steps(self._trace))
 
     def between(self, seqs: Ints, first: int, last: int) -> npt.NDArray[np.bool_]:
         """Which of these ops are of the steps from `first` to `last`, both included."""
@@ -49,3 +63,23 @@ class Steps:
         chosen = np.array([False, *(first <= number <= last for number in self.numbers)])
         found: npt.NDArray[np.bool_] = chosen[position]
         return found
+
+
+def _ends_of_steps(trace: Trace) -> Iterator[int]:
+    """The ops that end what a step of an optimizer began; such stretches lie within each other, on each thread."""
+    used = np.flatnonzero(np.bincount(trace.ops.signature))
+    names = {number: trace.op_info(number).name for number in used.tolist()}
+    told = np.isin(trace.ops.signature, [n for n, name in names.items() if name in (_ENTER, _EXIT)])
+    begun: dict[int, list[bool]] = {}
+    for index in np.flatnonzero(told).tolist():
+        number = int(trace.ops.signature[index])
+        stretches = begun.setdefault(int(trace.ops.thread[index]), [])
+        if names[number] == _ENTER:
+            stretches.append(_is_step(trace, number))
+        elif stretches and stretches.pop():
+            yield int(trace.ops.seq[index])
+
+
+def _is_step(trace: Trace, signature: int) -> bool:
+    arguments = dict(trace.signature(signature).arguments)
+    return str(arguments.get("name", "")).startswith(_STEP)

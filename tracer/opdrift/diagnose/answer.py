@@ -172,24 +172,26 @@ def _unrelated(case: Case) -> IncomparableTracesError:
 
 
 def _step_of(case: Case, first: Divergence | None) -> list[str]:
-    """In which step of the program the first difference lies, where the program marked its steps."""
+    """In which step of the program the first difference lies, where the program marked its steps or trains in some."""
     if first is None:
         return []
     seqs = ("left", case.left, first.seq.left), ("right", case.right, first.seq.right)
-    found = {
-        name: step
-        for name, side, seq in seqs
-        if seq is not None and (step := Steps(side.trace).at(seq)) is not None
-    }
+    found = {}
+    for name, side, seq in seqs:
+        steps = Steps(side.trace)
+        # a leaf is there before the op that reads it first: only the program can tell to which step it belongs
+        step = steps.at(seq) if first.kind == "leaf" else steps.known_at(seq)
+        if seq is not None and step is not None:
+            found[name] = step
     if not found:
         return []
     same = len(set(found.values())) == 1
-    steps = (
+    told = (
         str(next(iter(found.values())))
         if same
         else " and ".join(f"{n} {s}" for n, s in found.items())
     )
-    return [f"the first difference lies in step {steps}"]
+    return [f"the first difference lies in step {told}"]
 
 
 def _given_in_parts(case: Case, parts: InParts) -> IncomparableTracesError:
