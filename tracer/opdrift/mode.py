@@ -21,16 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opdrift.buffers import IDS, MANY_IDS, OP, OP_BYTES, OPS, PACK_IDS
-from opdrift.choices import (
-    ADDS,
-    ATTENTION,
-    STEERED,
-    added_requires_grad,
-    general_switches,
-    operands_require_grad,
-    switches,
-    why_not_fast,
-)
+from opdrift.choices import ADDS, ATTENTION, STEERED, added_requires_grad
 from opdrift.collectives import Collectives
 from opdrift.interning import Interning, add_literal, parts
 from opdrift.memory import Use
@@ -50,6 +41,7 @@ from opdrift.records import (
     REREAD,
     TRACER_FAILED,
 )
+from opdrift.steering import Steering
 from opdrift.values import PLAIN, Values
 
 if TYPE_CHECKING:
@@ -63,8 +55,6 @@ if TYPE_CHECKING:
 
 #: Tensors that torch itself uses to trace: the call must go through, and has no content.
 _TRACING: Final = frozenset({"FakeTensor", "FunctionalTensor"})
-#: Of so many modules it is remembered why their fast path was not taken.
-_MAX_FAST_PATHS: Final = 65536
 _NO_ARGUMENTS: Final[dict[str, Any]] = {}
 
 current_node: Final[Callable[[], Any]] = torch._C._current_autograd_node
@@ -132,8 +122,7 @@ class RecordingMode(TorchDispatchMode):
         self._outcomes = Outcomes(values, collectives, write_mark)
         self._seq = itertools.count(1)
         self._seeds = Seeds()
-        #: module path -> why torch.nn did not take its fast path there when it was last called
-        self._fast_paths: dict[str, Mapping[str, str]] = {}
+        self.steering = Steering(sources, write_mark)
         self._keys: DispatchKeys | None = None
         #: whether anything is still written; False after a fork or when the disk failed
         self.recording = True
@@ -245,9 +234,9 @@ class RecordingMode(TorchDispatchMode):
             if plan.asks == ADDS:
                 flags |= added_requires_grad(args)
             elif plan.asks == STEERED:
-                self.look_at_switches(t)
+                self.steering.look_at_switches(t)
             elif plan.asks:
-                flags |= self._ask(t, plan, args, kwargs or _NO_ARGUMENTS, frame)
+                flags |= self.steering.ask(t, plan, args, kwargs or _NO_ARGUMENTS, frame)
             node = current_node()
             grad = is_grad_enabled()
             if grad:
@@ -364,39 +353,6 @@ class RecordingMode(TorchDispatchMode):
         finally:
             for watch in reversed(self.watches):
                 watch.end(seq)
-
-    def _ask(
-        self,
-        t: ThreadBuffers,
-        plan: Plan,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        frame: FrameType,
-    ) -> int:
-        """Look at what steers the choice of an implementation, before the op has a number."""
-        words = why_not_fast(frame)
-        if words != self._fast_paths.get(t.path, _NO_ARGUMENTS):
-            if len(self._fast_paths) >= _MAX_FAST_PATHS:
-                self._fast_paths.clear()
-            self._fast_paths[t.path] = words
-            self._write_mark(t, "fast-path", words)
-        if plan.asks != ATTENTION:
-            return 0
-        self.look_at_switches(t)
-        return operands_require_grad(args, kwargs)
-
-    def look_at_switches(self, t: ThreadBuffers) -> None:
-        """Notice a switch that changed at a line that is known, where nobody looks at flags."""
-        found = switches()
-        if found != t.switches:
-            t.switches = found
-            self._sources.on_new_line()
-
-    def look_at_general_switches(self, t: ThreadBuffers) -> None:
-        """As `look_at_switches`, for the few that reach every op: at a module's call."""
-        found = general_switches()
-        if found != t.switches[: len(found)]:
-            self.look_at_switches(t)
 
     def _random_state(
         self, t: ThreadBuffers, args: tuple[Any, ...], kwargs: Mapping[str, Any]

@@ -238,7 +238,7 @@ class Recorder:
             flush=spool.flush,
             failed=self._failed,
             on_root=self._root_called,
-            on_call=self._mode.look_at_general_switches,
+            on_call=self._mode.steering.look_at_general_switches,
             on_root_done=self._root_returned,
         )
         self._compilations = Compilations(
