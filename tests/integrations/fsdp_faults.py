@@ -29,6 +29,7 @@ class Run:
         between: What it does to the model after the first step.
         gradients: What it does to the gradients of the second step.
         optimizer: "SGD" or "AdamW".
+        settings: Of the optimizer; both ranks have them.
         options: Of the wrapper.
         record: Of the recorder.
     """
@@ -38,6 +39,7 @@ class Run:
     between: Callable[[nn.Module], None] | None = None
     gradients: Callable[[nn.Module], None] | None = None
     optimizer: str = "SGD"
+    settings: dict[str, float] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     record: dict[str, Any] = field(default_factory=dict)
 
@@ -49,6 +51,12 @@ def double(gradients_of: nn.Module) -> None:
 def add(model: nn.Module) -> None:
     with torch.no_grad():
         local(dict(model.named_parameters())[LATER]).add_(0.5)
+
+
+def shift(model: nn.Module) -> None:
+    """Change a weight by what the mean of its input goes with, which is zero behind a norm."""
+    with torch.no_grad():
+        local(model.layers[1].fc1.weight).add_(0.01)
 
 
 def exchange(model: nn.Module) -> None:
@@ -74,6 +82,15 @@ RUNS = {
     "fsdp2-alone": Run(fsdp2, record={"integrations": ()}),
     "fsdp1-flat-alone": Run(fsdp1, options={"use_orig_params": False}, record={"integrations": ()}),
     "fsdp2-bf16": Run(fsdp2, options={"mp_policy": BF16}),
+    "fsdp2-reduced": Run(
+        fsdp2, options={"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)}
+    ),
+    "fsdp2-shifted": Run(fsdp2, between=shift),
+    "fsdp2-rate": Run(fsdp2, settings={"lr": 0.012}),
+    "fsdp1-rate": Run(fsdp1, settings={"lr": 0.012}),
+    "fsdp2-slow": Run(fsdp2, settings={"lr": 1.2e-6}),
+    "plain-slow": Run(settings={"lr": 1e-6}),
+    "fsdp2-adam-decay": Run(fsdp2, optimizer="AdamW", settings={"weight_decay": 0.1}),
     "fsdp2-gradients": Run(fsdp2, gradients=double),
 }
 
@@ -90,7 +107,9 @@ def run(case: Run, rank: int, trace: str) -> None:
     model.layers[1].fc2.register_forward_pre_hook(act)
     if case.wrap is not None:
         model = case.wrap(model, **case.options)
-    optimizer = getattr(torch.optim, case.optimizer)(model.parameters(), lr=0.01)
+    optimizer = getattr(torch.optim, case.optimizer)(
+        model.parameters(), **{"lr": 0.01, **case.settings}
+    )
     with opdrift.record(trace, model=model, **case.record) as recorder:
         for steps in range(3):  # `act` reads it
             recorder.mark("step", step=steps)

@@ -129,6 +129,53 @@ def test_mixed_precision_over_several_steps_is_the_rounding_of_its_casts(folder)
     assert "dtype" in {cause.slug for cause in found.causes}
 
 
+UPDATED = "aten.add_.Tensor in an optimizer step of embed.weight was called with other arguments:"
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "rates"),
+    [
+        ("plain", "fsdp2-rate", "-0.01 against -0.012"),
+        ("plain", "fsdp1-rate", "-0.01 against -0.012"),
+        # so small an update of a weight that rounding would explain any change of it
+        ("plain-slow", "fsdp2-slow", "-1e-06 against -1.2e-06"),
+    ],
+)
+def test_another_learning_rate_of_the_sharded_run_is_named_with_both(folder, left, right, rates):
+    found = opdrift.diff(folder / left, folder / right)
+
+    assert (found.verdict, first(found)) == ("diverged", ("embed.weight", "embed", "op-args"))
+    assert found.causes[0].summary == f"{UPDATED} alpha: {rates}"
+
+
+def test_another_weight_decay_of_the_sharded_run_is_named(folder):
+    """AdamW multiplies a weight with 1 - lr * weight_decay, its second moment with beta2: here the same number."""
+    found = opdrift.diff(folder / "plain-adam", folder / "fsdp2-adam-decay")
+
+    assert first(found) == ("embed.weight", "embed", "op-args")
+    assert found.causes[0].summary.endswith("other: 0.9999 against 0.999")
+
+
+def test_gradients_that_are_reduced_in_another_type_are_the_rounding_of_that_type(folder):
+    found = opdrift.diff(folder / "plain", folder / "fsdp2-reduced")
+
+    assert (found.verdict, first(found)[2]) == ("rounding", "rounding")
+    assert {cause.slug for cause in found.causes} == {"rounding", "dtype"}
+    assert "right: its gradient comes from a reduce_scatter of bfloat16 by AVG over ranks 0, 1" in (
+        found.causes[0].evidence
+    )
+
+
+def test_a_weight_that_differs_is_no_rounding_although_what_reads_it_hardly_shows_it(folder):
+    found = opdrift.diff(folder / "plain", folder / "fsdp2-shifted")
+
+    assert found.verdict == "diverged"
+    assert found.ranks[1].first.name == "layers.1.fc1.weight"
+    assert found.ranks[1].causes[0].summary == (
+        "the right run's update of layers.1.fc1.weight has aten.add_.Tensor (other: 0.01) more"
+    )
+
+
 #: Runs without a fault that a single run would show.
 RIGHT = ("plain", "fsdp1", "fsdp2", "fsdp1-adam", "fsdp2-adam", "fsdp2-bf16")
 

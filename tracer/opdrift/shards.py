@@ -158,6 +158,12 @@ def ops_on_parts(trace: Trace) -> npt.NDArray[np.bool_]:
     return found
 
 
+def moves_parts(op: str) -> bool:
+    """Whether an op, by its full name, puts parts together or takes a whole apart: a collective, or what lies around it."""
+    name = op.split(".")[1]
+    return name in _GATHERING or name in _SCATTERING or op.startswith(("c10d.", "fsdp."))
+
+
 def names_of(fields: Mapping[str, Any]) -> list[str]:
     """The names of all parameters that a mark is about, tied ones included."""
     names = [

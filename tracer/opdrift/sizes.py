@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 
 from opdrift.bounds import Bound, explained, precision_of
 from opdrift.case import Case, Side
-from opdrift.compare import Difference, difference
+from opdrift.compare import Difference, difference, dtype_epsilon
 from opdrift.openmasks import only_open_masks
 from opdrift.orders import same_order
 from opdrift.origins.kinds import draws
 from opdrift.origins.model import Origin
+from opdrift.origins.updates import change_of, contents_of, unlike
 
 #: Ops of a region whose bounds are added up.
 _REGION: Final = 500
@@ -78,7 +79,9 @@ def size_of(case: Case, origin: Origin, tolerance: Tolerance | None) -> Size:
     if origin.story in _MATERIAL:
         bound = _bound(case, origin) if origin.story in ("settings", "amplified") else None
         return Size(found, bound, bound.loose if bound else None, material=True)
-    if origin.story in ("region", "gathered"):
+    if origin.story == "gathered":
+        return _updated(case, origin, _region_size(case, origin, found))
+    if origin.story == "region":
         return _region_size(case, origin, found)
     return _op_size(case, origin, found)
 
@@ -87,6 +90,10 @@ def _difference(case: Case, origin: Origin) -> Difference | None:
     left, right = origin.values.left, origin.values.right
     if left is None or right is None:
         return None
+    if origin.story == "gathered":
+        held = contents_of(case, origin)
+        if held.left is not None and held.right is not None:
+            return difference(held.left, held.right)
     return measure(case, left, right)
 
 
@@ -246,6 +253,34 @@ def _region_size(case: Case, origin: Origin, found: Difference | None) -> Size:
     return Size(found, widest, total, found.relative > total)
 
 
+def _updated(case: Case, origin: Origin, size: Size) -> Size:
+    """The size of a parameter that each run updated by itself: an update changes little of it.
+
+    So what rounding explains is a part of the update, beside what is lost where it is added; a narrower type in which one
+    run reduced the gradient counts as in mixed precision, which keeps the original.
+    """
+    change = change_of(case, origin)
+    found = size.difference
+    if change is None or size.limit is None or found is None or found.relative is None:
+        return size
+    assert origin.values.left is not None
+    added = 2 * dtype_epsilon(case.left.trace.meta(origin.values.left).dtype)
+    part = max(
+        [_REARRANGED, *(_CASTS * _ROUNDOFF.get(each, 1.0) for each in narrowed_to(case, origin))]
+    )
+    limit = min(size.limit, added + part * change)
+    other = unlike(case, origin)
+    differs = bool(other.renumbered) or bool(other.only.left) != bool(other.only.right)
+    material = differs or found.relative > limit or found.nonfinite_changed
+    return replace(size, limit=limit, material=material)
+
+
+def narrowed_to(case: Case, origin: Origin) -> list[str]:
+    """The narrower types that only one run computes a region in."""
+    left, right = _narrow_types(case, origin)
+    return sorted(left ^ right) if bool(left) != bool(right) else []
+
+
 def rounding_of(side: Side, op: int) -> Bound | None:
     """What rounding explains at an op of a region; None for views and ops without a result."""
     if side.contents.tokens.view[op] or not len(side.trace.ops.outputs[op]):
@@ -275,21 +310,32 @@ def _narrowed(case: Case, origin: Origin) -> bool:
         op in case.right.regions.at for op in origin.region.right
     ):
         return False
-    widths = [
+    left, right = _narrow_types(case, origin)
+    return bool(left) != bool(right)
+
+
+def _narrow_types(case: Case, origin: Origin) -> tuple[set[str], set[str]]:
+    """The types of 16 bits and less that each run's own ops of an origin return."""
+    left, right = (
         {
             side.trace.meta(int(v)).dtype
             for op in ops
             if not side.contents.tokens.view[op]
             for v in side.trace.ops.outputs[op]
         }
+        & NARROW
         for side, ops in ((case.left, origin.region.left), (case.right, origin.region.right))
-    ]
-    narrow = [{d for d in dtypes if d in NARROW} for dtypes in widths]
-    return bool(narrow[0]) != bool(narrow[1])
+    )
+    return left, right
 
 
 #: Unit roundoff, 2^-p for p bits of significand: the largest relative error of one rounding.
 _ROUNDOFF: Final = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
+
+#: Part of an update that gradients summed in another order explain: an optimizer may divide small ones by small ones.
+_REARRANGED: Final = 1e-3
+#: Casts of a gradient on its way through a reduction, each in every rank.
+_CASTS: Final = 4
 
 #: Types of 16 bits and less.
 NARROW: Final = frozenset(

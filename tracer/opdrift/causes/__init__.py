@@ -40,6 +40,7 @@ __all__ = ["CAUSES", "Evidence", "Shared", "causes_of"]
 
 #: Slug -> function, from specific to general.
 CAUSES: Final[dict[str, Callable[[Evidence], Cause | None]]] = {
+    "rounding-gathered": sharded.updated_alike,
     "rounding": kernels.rounding,
     "padded-mask": batch.padded_mask,
     "padded-positions": batch.padded_positions,
@@ -90,6 +91,9 @@ CAUSES: Final[dict[str, Callable[[Evidence], Cause | None]]] = {
     "kernel": kernels.kernel,
     "environment": environment.environment,
     "weights-kept": structure.stale_copy,
+    "op-args-gathered": sharded.updated_with_other_numbers,
+    "dtype-gathered": sharded.gradient_in_another_type,
+    "structure-updated": sharded.updated_by_other_ops,
     "structure-gathered": sharded.gathered_otherwise,
     "structure": structure.structure,
 }

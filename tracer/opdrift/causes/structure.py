@@ -257,7 +257,7 @@ def _operands(side: Side, op: int) -> str:
 
 def structure(e: Evidence) -> Cause | None:
     """One run has ops here that the other has not, or reads another tensor."""
-    if e.origin.kind != "structure":
+    if e.origin.kind != "structure" or e.origin.story == "gathered":
         return None
     reader = e.consumer()
     if e.origin.story == "other-source":

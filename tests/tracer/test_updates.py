@@ -1,0 +1,126 @@
+"""Parameters that one run keeps whole and the other in parts: what each did to update them, and how much that explains."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from opdrift.diagnose.answer import diagnose
+from opdrift.records import Diagnosis
+from opdrift.testing import Builder, collective
+from opdrift.tracefile.reader import Trace
+
+WHOLE = np.linspace(1, 2, 16, dtype=np.float32)
+GRADIENT = np.linspace(3, 4, 16, dtype=np.float32)
+
+
+def trained(
+    *,
+    sharded: bool,
+    rate: float = 0.01,
+    scaled: float | None = None,
+    added: float = 0.0,
+    other: float | None = None,
+) -> Trace:
+    """A step of SGD between two uses of `a.weight`; sharded, this rank updates its half of it and gathers all.
+
+    Args:
+        sharded: In two parts, of which this rank holds the first.
+        rate: The learning rate.
+        scaled: Multiplies the gradient, and is told apart from the rate.
+        added: To the first element of the result, with no op that says so.
+        other: Multiplies another parameter whose part lies in the same tensor.
+    """
+    build = Builder(rank=0) if sharded else Builder()
+    x = build.leaf("x", kind="input", shape=(16,))
+    result = (WHOLE - np.float32(rate * (scaled or 1)) * GRADIENT).astype(np.float32)
+    result[0] += np.float32(added)
+    if sharded:
+        build.mark(
+            "gather", library="torch_fsdp", unit="a", buffer="a", layout="each", ranks=[0, 1], rank=0,
+            parameters=[["a.weight", 0, [16]]],
+        )  # fmt: skip
+        flat = build.leaf("flat", kind="shard", when="gather", content=np.zeros(12, "<f4"))
+        held = build.op("view", flat, shape=(8,), content=WHOLE[:8])
+        build.name(held, "a.weight", kind="shard", when="gather")
+        used = collective(build, "all_gather", held, result=WHOLE)
+        build.name(used, "a.weight", when="gather")
+    else:
+        held = used = build.leaf("a.weight", content=WHOLE)
+    with build.scope("a"):
+        y = build.op("mul", x, used)
+    size = 8 if sharded else 16
+    gradient = build.op("neg", y, phase="backward", content=GRADIENT)
+    if sharded:
+        gradient = collective(build, "reduce_scatter", gradient, result=GRADIENT[:8])
+    if scaled is not None:
+        gradient = build.op("mul_", gradient, settings={"other": scaled}, content=GRADIENT[:size])
+    if other is not None:
+        build.op(
+            "mul_",
+            build.op("view", flat, shape=(4,), offset=8, content=np.zeros(4, "<f4")),
+            settings={"other": other},
+            content=np.zeros(4, "<f4"),
+        )
+    held = build.op("add_", held, gradient, settings={"alpha": -rate}, content=result[:size])
+    if sharded:
+        held = collective(build, "all_gather", held, result=result)
+        build.name(held, "a.weight", when="gather")
+    with build.scope("a"):
+        build.output(build.op("mul", y, held))
+    return build.build()
+
+
+def told(**right: float) -> Diagnosis:
+    return diagnose(trained(sharded=False), trained(sharded=True, **right))
+
+
+def first(found: Diagnosis) -> tuple[str | None, str, str]:
+    assert found.first is not None
+    return found.first.name, found.first.cause.slug, found.first.cause.summary
+
+
+def test_the_same_update_of_a_part_is_no_difference():
+    assert told().verdict == "identical"
+
+
+def test_another_number_of_an_update_is_named():
+    assert first(told(rate=0.02)) == (
+        "a.weight",
+        "op-args",
+        "aten.add_.default in an optimizer step of a.weight was called with other arguments: alpha: -0.01 against -0.02",
+    )
+
+
+def test_another_number_is_no_rounding_however_small_the_update():
+    """Two steps of 1e-9 leave float32 weights all but as they were."""
+    found = diagnose(
+        trained(sharded=False, rate=1e-7), trained(sharded=True, rate=1.5e-7, added=2e-7)
+    )
+
+    assert (found.verdict, first(found)[1]) == ("diverged", "op-args")
+
+
+def test_an_op_that_only_one_update_has_is_named():
+    assert first(told(scaled=2.0)) == (
+        "a.weight",
+        "structure",
+        "the right run's update of a.weight has aten.mul_.default (other: 2.0) more",
+    )
+
+
+def test_what_is_done_to_another_parameter_in_the_same_tensor_is_not_told_of_this_one():
+    name, slug, summary = first(told(other=3.0, added=0.1))
+
+    assert (name, slug) == ("a.weight", "structure")
+    assert "mul_" not in summary
+
+
+@pytest.mark.parametrize(("added", "verdict"), [(2e-7, "rounding"), (1e-4, "diverged")])
+def test_rounding_explains_a_part_of_the_update_and_not_of_the_weight(added, verdict):
+    """An update of a thousandth, and a change of the weight that is a tenth of it: rounding of a weight's size says nothing."""
+    found = diagnose(
+        trained(sharded=False, rate=1e-4), trained(sharded=True, rate=1e-4, added=added)
+    )
+
+    assert found.verdict == verdict

@@ -1,0 +1,248 @@
+"""What each run made of a parameter between two of its uses, outside of its modules: the update of an optimizer.
+
+One run may hold the parameter whole, the other in parts. What they call to update it, and with which numbers, is the same
+for a whole and for a part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from opdrift.case import Case, Side
+from opdrift.compare import difference
+from opdrift.origins.model import Origin
+from opdrift.records import Leaf, Sides
+from opdrift.shards import moves_parts, sharding
+from opdrift.tokens import base
+from opdrift.tracefile.fingerprints import Fingerprint
+
+#: Ops that hand numbers on as they are, or in another type: no part of an update's arithmetic.
+_COPYING: Final = frozenset({"_to_copy", "to", "clone", "copy_", "contiguous", "detach"})
+#: Ops whose arguments say nothing of an update.
+_MAKING: Final = ("zeros", "ones", "full", "empty", "scalar_tensor")
+#: How many earlier contents of a parameter are looked at.
+_LOOK_BACK: Final = 64
+
+#: The name of an argument and its number.
+Number = tuple[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """An op of an update: its name, whether of one tensor or of many, in place or not, and its numbers."""
+
+    name: str
+    numbers: tuple[Number, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """How one run updated a parameter.
+
+    Attributes:
+        ops: In order.
+        alone: They are about this parameter, not about all whose parts lie in one tensor.
+    """
+
+    ops: tuple[int, ...]
+    alone: bool
+
+    def steps(self, side: Side) -> dict[Step, list[int]]:
+        """What was called, and the ops that are it."""
+        found: dict[Step, list[int]] = {}
+        for op in self.ops:
+            name = base(side.name(op))
+            if name not in _COPYING and not name.startswith(_MAKING):
+                found.setdefault(_step(side, op), []).append(op)
+        return found
+
+
+def updates_of(case: Case, origin: Origin) -> Sides[Update]:
+    """How each run updated the parameter of an origin since both last read the same."""
+    name = origin.names[0]
+    return Sides(
+        _update(case.left, name, origin.region.left), _update(case.right, name, origin.region.right)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Unlike:
+    """What only one run does in its update of a parameter.
+
+    Attributes:
+        renumbered: The same op of each run, by its index, and what it is called with.
+        only: Per run, what else only it calls, with its first op.
+        alone: Both updates are about this parameter, not about all that lie in one tensor.
+    """
+
+    renumbered: tuple[tuple[Sides[int], Sides[Step]], ...]
+    only: Sides[dict[Step, int]]
+    alone: bool
+
+
+def unlike(case: Case, origin: Origin) -> Unlike:
+    """How the updates of a parameter differ in what is called."""
+    updates = updates_of(case, origin)
+    steps = updates.left.steps(case.left), updates.right.steps(case.right)
+    alone = updates.left.alone and updates.right.alone
+    times = _times(steps[0]), _times(steps[1])
+    only: list[dict[Step, int]] = []
+    for n in (0, 1):
+        own, other = steps[n], steps[1 - n]
+        # one run may have updated it more often since both read the same
+        more = (s for s in own if len(own[s]) * times[1 - n] > len(other.get(s, ())) * times[n])
+        only.append({s: own[s][0] for s in more if alone or s not in other})
+    renumbered = []
+    for step, op in list(only[0].items()):
+        names = [name for name, _ in step.numbers]
+        for twin, other_op in only[1].items():
+            if twin.name == step.name and [name for name, _ in twin.numbers] == names and names:
+                renumbered.append((Sides(op, other_op), Sides(step, twin)))
+                del only[0][step], only[1][twin]
+                break
+    return Unlike(tuple(renumbered), Sides(only[0], only[1]), alone)
+
+
+def _times(steps: dict[Step, list[int]]) -> int:
+    """How often a run updated the parameter: as often as it called what it called last."""
+    return len(max(steps.values(), key=lambda ops: ops[-1], default=[0]))
+
+
+def _update(side: Side, name: str, region: tuple[int, ...]) -> Update:
+    states, ops = side.contents.states, side.trace.ops
+    own = _held(side, name)
+    found: list[int] = []
+    needed: set[int] = set()
+    for op in sorted(region, reverse=True):
+        if not _is_arithmetic(side, op):
+            continue
+        written = [v for v in ops.outputs[op].tolist() if int(states.writer[states.of[v]]) == op]
+        if not any(int(states.of[v]) in needed or own.overlaps(side, v) for v in written):
+            continue
+        found.append(op)
+        # a factor that all gradients are multiplied with is made of all of them
+        needed.update(
+            int(states.of[v])
+            for v in ops.inputs[op].tolist()
+            if math.prod(side.trace.meta(v).shape) > 1
+        )
+    return Update(tuple(reversed(found)), own.alone)
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """Where a run holds a parameter, or this rank's part of it, between its uses.
+
+    Attributes:
+        places: Storages, with the first element there and the one after the last.
+        alone: That is known; else it may be anywhere: another rank holds all of it, beside what this one holds.
+    """
+
+    places: frozenset[tuple[int, int, int]]
+    alone: bool
+
+    def overlaps(self, side: Side, value: int) -> bool:
+        """Whether a value has elements there."""
+        if not self.alone:
+            return True
+        storage, first, end = _place(side, value)
+        return any(s == storage and first < e and f < end for s, f, e in self.places)
+
+
+def _held(side: Side, name: str) -> _Held:
+    parts = [leaf for leaf in side.trace.leaves if leaf.name == name and leaf.kind == "shard"]
+    if parts or name in sharding(side.trace):
+        return _Held(frozenset(_place(side, leaf.value) for leaf in parts), bool(parts))
+    rows = side.leaves.by_name.get(name, ())
+    return _Held(frozenset(_place(side, leaf.value) for leaf in rows), alone=True)
+
+
+def _place(side: Side, value: int) -> tuple[int, int, int]:
+    values = side.trace.values
+    first = int(values.offset[value])
+    return int(values.storage[value]), first, first + math.prod(side.trace.meta(value).shape)
+
+
+def _is_arithmetic(side: Side, op: int) -> bool:
+    """Whether an op is called outside of modules and of the backward pass, and hands on more than a view or a collective."""
+    ops = side.trace.ops
+    outside = not int(ops.call[op]) and not ops.phase[op]
+    return outside and not side.contents.tokens.view[op] and not moves_parts(side.name(op))
+
+
+def _step(side: Side, op: int) -> Step:
+    name = base(side.name(op)).removeprefix("_foreach_").rstrip("_")
+    return Step(name, tuple(_numbers(side, op)))
+
+
+def _numbers(side: Side, op: int) -> Iterator[Number]:
+    for name, given in side.op(op).signature.arguments:
+        value = given
+        if isinstance(value, tuple) and value and len(set(map(str, value))) == 1:
+            value = value[0]  # the same for each of many tensors
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            yield name, value
+
+
+# ---- sizes -----------------------------------------------------------------------------------------------
+
+
+def contents_of(case: Case, origin: Origin) -> Sides[Fingerprint | None]:
+    """What each run computes with of the parameter of an origin: all of it, whatever view of it an op reads."""
+    values, leaf = origin.values, origin.leaf
+    return Sides(
+        _whole(case.left, values.left, leaf.left), _whole(case.right, values.right, leaf.right)
+    )
+
+
+def _whole(side: Side, value: int | None, leaf: Leaf | None) -> Fingerprint | None:
+    if value is None or leaf is None:
+        return None
+    states = side.contents.states
+    state = int(states.of[value])
+    held = leaf.value if int(states.of[leaf.value]) == state else int(states.base[state])
+    found = side.trace.fingerprint(held) if held >= 0 else None
+    size = math.prod(side.trace.meta(leaf.value).shape)
+    return found if found is not None and found.n == size else None
+
+
+def change_of(case: Case, origin: Origin) -> float | None:
+    """By how much a run updated the parameter, in parts of its norm; None where neither run tells.
+
+    A run that keeps the parameter whole tells it by what lay in the same memory before; one that gathers it, by what it
+    gathered before.
+    """
+    after = contents_of(case, origin)
+    for side, value, now, region in (
+        (case.left, origin.values.left, after.left, origin.region.left),
+        (case.right, origin.values.right, after.right, origin.region.right),
+    ):
+        if value is None or now is None:
+            continue
+        for before in (_kept_before(side, value, region), _named_before(side, value, origin)):
+            if before is not None and before.n == now.n and before.key != now.key:
+                return difference(now, before).relative
+    return None
+
+
+def _kept_before(side: Side, value: int, region: tuple[int, ...]) -> Fingerprint | None:
+    """What lay in the memory of a value before the ops of a region wrote into it."""
+    states, written = side.contents.states, set(region)
+    state = int(states.of[value])
+    for _ in range(_LOOK_BACK):
+        if state < 0 or int(states.writer[state]) not in written:
+            break
+        state = int(states.before[state])
+    held = int(states.base[state]) if state >= 0 else -1
+    return side.trace.fingerprint(held) if held >= 0 else None
+
+
+def _named_before(side: Side, value: int, origin: Origin) -> Fingerprint | None:
+    """What had the name of the parameter last, before this content of it."""
+    rows = side.leaves.by_name.get(origin.names[0], [])
+    state = int(side.contents.states.of[value])
+    now = next((n for n, r in enumerate(rows) if int(side.contents.states.of[r.value]) == state), 0)
+    return side.trace.fingerprint(rows[now - 1].value) if now else None
