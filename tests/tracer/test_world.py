@@ -613,13 +613,17 @@ def test_what_is_broadcast_over_does_not_count():
     assert [k for k, _, _ in said(world(body, body)) if k == "replica"] == []
 
 
-def stepping(*, steps: int, stops_before_update: bool = False, skips: int | None = None):
+def stepping(
+    *, steps: int, stops_before_update: bool = False, skips: int | None = None, marked: bool = False
+):
     """A rank that trains for some steps, and does not come to the update of its last one, or leaves one out."""
 
     def body(build: Builder) -> None:
         rank = build.build().header.rank or 0
         w = build.leaf("fc.weight", content=vector("w"))
         for step in range(steps):
+            if marked:
+                build.mark("step", step=step)
             x = build.leaf("x", kind="input", content=vector(f"x {rank} {step}"))
             grad = collective(
                 build, "all_reduce", build.op("mm", x, w), result=vector(f"sum {step}")
@@ -661,6 +665,43 @@ def test_an_update_that_a_rank_leaves_out_at_the_end_is_found():
     assert [f.cause.summary for f in found if f.kind == "replica"] == [
         "fc.weight differs between ranks 0 and 1, after its write 2"
     ]
+
+
+def test_a_rank_that_leaves_out_an_update_is_told_with_the_writes_of_both():
+    """What the two wrote last is no pair: one of them has no counterpart."""
+    found = findings(world(stepping(steps=3, marked=True), stepping(steps=3, marked=True, skips=1)))
+
+    (split,) = [f for f in found if f.kind == "replica"]
+
+    assert (split.rank, split.step) == (1, 1)
+    assert split.cause.evidence[2:] == (
+        "until then fc.weight had been written twice on rank 0 and once on rank 1",
+        "on rank 0, it was last written by aten._foreach_add_.default (op 6), in step 1",
+        "on rank 1, it was last written by aten._foreach_add_.default (op 3), in step 0",
+    )
+    assert "an optimizer step that a rank leaves out" in split.cause.try_
+
+
+def test_a_rank_that_loaded_another_checkpoint_is_told_so():
+    """No op made what was copied in, on any rank."""
+
+    def body(build: Builder) -> None:
+        rank = build.build().header.rank or 0
+        w = build.leaf("fc.weight", content=vector("drawn"))
+        held = build.leaf("", kind="constant", when="use", content=vector(f"file {rank}"))
+        w = build.op("copy_", w, held, content=vector(f"file {rank}"))
+        build.name(used(build, w, 0), "fc.weight", kind="gradient", when="exit")
+
+    (split,) = [f for f in findings(world(body, body)) if f.kind == "replica"]
+
+    assert split.cause.summary.startswith(
+        "fc.weight differs between ranks 0 and 1, after its write 1"
+    )
+    assert split.cause.evidence[2:] == tuple(
+        f"on rank {rank}, aten.copy_.default (op 1) copied what no recorded op made into it, as from a file"
+        for rank in (0, 1)
+    )
+    assert split.cause.try_.startswith("Load the same checkpoint on all ranks")
 
 
 def used(build: Builder, weight: int, step: int) -> int:

@@ -12,6 +12,7 @@ from opdrift.compare import describe, difference
 from opdrift.contents import Contents
 from opdrift.provenance import Lineage, Provenance
 from opdrift.records import RAISED, RANK_ENDED, Cause, Op
+from opdrift.steps import Steps
 from opdrift.tracefile.reader import Trace
 from opdrift.world.collectives import Collective, Disagreement, World
 from opdrift.world.ends import End, ends
@@ -25,6 +26,7 @@ _LONGEST: Final = 160
 #: Steps back from where a replica came apart.
 _BACK: Final = 32
 
+_COPY: Final = "aten.copy_.default"
 _SAME_ORDER: Final = (
     "Let every rank issue the same collectives in the same order, on tensors of one size and dtype: look for a branch"
     " on the rank or on a rank's own data around this line."
@@ -184,9 +186,8 @@ def of_end(world: World, end: End) -> Cause:
     place = f" at {footer.raised_at}" if footer.raised_at is not None else ""
     message = f": {shorten(message, _LONGEST, placeholder=' ...')}" if message else ""
     if last is not None:
-        where = f" at {last.source}" if last.source is not None else ""
         within = "raised in" if last.flags & RAISED else "its last op is"
-        evidence.insert(0, f"{within} {last.name} (op {last.seq}){where}")
+        evidence.insert(0, f"{within} {last.name} (op {last.seq}){_at(last)}")
     return Cause(
         RANK_ENDED,
         "certain",
@@ -264,11 +265,19 @@ def of_split(world: World, replicas: Replicas, group: Sequence[Split]) -> Cause:
     names = [split.replica.name for split in group]
     said = some(names)
     when = "when the run began" if not first.step else f"after its write {first.step}"
+    copies = _copied_from_outside(world, replicas, first)
     evidence = [
         f"{first.replica.name}: {describe(difference(replicas.print(first.usual, first.left), replicas.print(first.odd[0], first.right)))}",
         f"it should be equal: {first.replica.why}",
     ]
-    if first.step:
+    if first.lacks_writes:
+        evidence += _written_last(world, replicas, first)
+    elif copies is not None:
+        evidence += [
+            f"on rank {rank}, {op.name} (op {op.seq}){_at(op)} copied what no recorded op made into it, as from a file"
+            for rank, op in copies.items()
+        ]
+    elif first.step:
         evidence += _came_apart(world, replicas, first)
     else:
         lineages = {rank: Lineage(world.traces[rank]) for rank in (first.usual, first.odd[0])}
@@ -281,12 +290,64 @@ def of_split(world: World, replicas: Replicas, group: Sequence[Split]) -> Cause:
         "certain" if first.replica.certain else "likely",
         f"{said} {'differ' if len(group) > 1 else 'differs'} {_between(first)}, {when}",
         tuple(evidence),
-        "Seed or load all ranks alike, or broadcast the parameters before training (DistributedDataParallel does, unless"
-        " init_sync=False)."
-        if not first.step
-        else "Let nothing but the reduced gradient change a parameter: look at the op named above, and at what the rank"
-        " does that the others do not.",
+        _remedy(first, loaded=copies is not None),
     )
+
+
+def _copied_from_outside(world: World, replicas: Replicas, split: Split) -> dict[int, Op] | None:
+    """The ops that copied the contents in, where both ranks got theirs from what no recorded op made: a checkpoint."""
+    found = {}
+    for rank, state in ((split.usual, split.left), (split.odd[0], split.right)):
+        maker = replicas.contents(rank).maker
+        op = world.traces[rank].op(int(maker[state.value])) if maker[state.value] >= 0 else None
+        source = op.inputs[-1] if op is not None and op.name == _COPY else 0
+        if op is None or not source or maker[source] >= 0:
+            return None
+        found[rank] = op
+    return found
+
+
+def _at(op: Op) -> str:
+    return f" at {op.source}" if op.source is not None else ""
+
+
+def _remedy(split: Split, *, loaded: bool) -> str:
+    if not split.step:
+        return (
+            "Seed or load all ranks alike, or broadcast the parameters before training (DistributedDataParallel does, unless"
+            " init_sync=False)."
+        )
+    if loaded and not split.lacks_writes:
+        return (
+            "Load the same checkpoint on all ranks, or broadcast the parameters after loading: look at the path that each rank"
+            " reads at the line above."
+        )
+    if split.lacks_writes:
+        return (
+            "Let all ranks write a parameter alike: look for an optimizer step that a rank leaves out or makes twice, behind a"
+            " branch on the rank, on its data or on what it computed (a check for NaN, a scaler that skips)."
+        )
+    return (
+        "Let nothing but the reduced gradient change a parameter: look at the op named above, and at what the rank does"
+        " that the others do not."
+    )
+
+
+def _written_last(world: World, replicas: Replicas, split: Split) -> Iterator[str]:
+    """How often and where the ranks had written a parameter, where that is not the same."""
+    states = ((split.usual, split.left), (split.odd[0], split.right))
+    often = " and ".join(f"{_times(state.step)} on rank {rank}" for rank, state in states)
+    yield f"until then {split.replica.name} had been written {often}"
+    for rank, state in states:
+        maker = int(replicas.contents(rank).maker[state.value])
+        op = world.traces[rank].op(maker) if maker >= 0 else None
+        step = Steps(world.traces[rank]).known_at(op.seq) if op is not None else None
+        within = f", in step {step}" if step is not None else ""
+        yield f"on rank {rank}, it {_last_written(op)}{within}"
+
+
+def _times(number: int) -> str:
+    return {0: "never", 1: "once", 2: "twice"}.get(number, f"{number} times")
 
 
 def _between(split: Split) -> str:
@@ -333,9 +394,8 @@ def _came_apart(world: World, replicas: Replicas, split: Split) -> Iterator[str]
             None,
         )
         if further is None:
-            line = f" at {one.source}" if one.source is not None else ""
             yield (
-                f"{one.name} (op {one.seq} on rank {ranks[0]}, op {other.seq} on rank {ranks[1]}){line} made other"
+                f"{one.name} (op {one.seq} on rank {ranks[0]}, op {other.seq} on rank {ranks[1]}){_at(one)} made other"
                 " contents of what is equal as far as it is known; a write that no op made may lie before it"
             )
             return
@@ -346,8 +406,7 @@ def _came_apart(world: World, replicas: Replicas, split: Split) -> Iterator[str]
 def _last_written(op: Op | None) -> str:
     if op is None:
         return "has a content that no recorded op wrote"
-    line = f" at {op.source}" if op.source is not None else ""
-    return f"was last written by {op.name} (op {op.seq}){line}"
+    return f"was last written by {op.name} (op {op.seq}){_at(op)}"
 
 
 def _differ(contents: Sequence[Contents], one: int, other: int) -> bool:

@@ -193,7 +193,7 @@ def _split(world: World, replicas: Replicas, group: Sequence[Split]) -> Finding:
         int(replicas.contents(first.odd[0]).maker[first.right.value]) if first.right.step else -1
     )
     op = trace.op(writer) if writer >= 0 else None
-    return _finding(
+    found = _finding(
         "replica",
         of_split(world, replicas, group),
         trace,
@@ -202,6 +202,14 @@ def _split(world: World, replicas: Replicas, group: Sequence[Split]) -> Finding:
         op=op.name if op is not None else None,
         module=first.replica.name.rpartition(".")[0],
     )
+    if first.lacks_writes:  # the step that a rank left out is told by the one that made it
+        maker = int(replicas.contents(first.usual).maker[first.left.value])
+        other = world.traces[first.usual]
+        step = Steps(other).known_at(int(other.ops.seq[maker])) if maker >= 0 else None
+        found = replace(
+            found, step=max((s for s in (found.step, step) if s is not None), default=None)
+        )
+    return found
 
 
 def _at(cause: Cause, trace: Trace, part: Collective | Message) -> Finding:

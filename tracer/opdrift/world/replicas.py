@@ -82,6 +82,11 @@ class Split:
         """After how many writes; 0 where it was so when the run began."""
         return max(self.left.step, self.right.step)
 
+    @property
+    def lacks_writes(self) -> bool:
+        """Whether one of the ranks has written it more often than the other."""
+        return self.left.step != self.right.step
+
 
 class Replicas:
     """What the ranks of a world hold in common."""
