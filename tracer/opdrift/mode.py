@@ -209,7 +209,7 @@ class RecordingMode(TorchDispatchMode):
                             flags |= REREAD
                     if state.special is not None:
                         use = Use(plan, args, kwargs or _NO_ARGUMENTS)
-                        entry, flags = values.special(t, a, state, entry, use, flags)
+                        entry, flags = values.unsettled.look(t, a, state, entry, use, flags)
                     if kind is Parameter and (state.leaf is None or state.leaf.made):
                         values.meet_parameter(t, a, state, entry)
                     ids.append(entry[0])
@@ -535,7 +535,7 @@ class RecordingMode(TorchDispatchMode):
             if entry is not known:
                 flags |= REREAD
         if state.special is not None:
-            entry, flags = values.special(t, a, state, entry, use, flags)
+            entry, flags = values.unsettled.look(t, a, state, entry, use, flags)
         ids.append(entry[0])
         key.append(entry[1])
         return flags

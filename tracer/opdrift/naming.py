@@ -120,7 +120,7 @@ class Naming:
                 # torch warns where a tensor that is no leaf is asked for its gradient
                 if tensor.is_leaf and tensor.grad is not None:
                     self.tensor(t, tensor.grad, name, "gradient", "exit")
-        for value in self._values.alive():
+        for value in self._values.made.alive():
             self._write_leaf(("", "alive", "exit", value, t.seq, 0))
 
 

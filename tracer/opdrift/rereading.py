@@ -160,6 +160,26 @@ class Rereading:
         row = self._values.devices.now(whole)
         return None if row is None else int(row["raw"]) == leaf.raw
 
+    def watch(self, t: ThreadBuffers, tensor: Tensor, state: StorageState, key: Key) -> None:
+        """Keep the digest of what an op made and what was fingerprinted just now, to check it at its uses."""
+        if self._values.is_elsewhere(tensor) or tensor.is_conj() or tensor.is_neg():
+            return
+        state.leaf = leaf = Leaf(self.round, made=True)
+        state.at = tensor.untyped_storage().data_ptr() or 1
+        state.version = version_of(tensor)
+        leaf.at_version(state.version)
+        leaf.read(key, tensor.numel(), self._values.last_digest(t))
+
+    def watch_written(
+        self, t: ThreadBuffers, tensor: Tensor, state: StorageState, entry: Entry, key: Key
+    ) -> None:
+        """As `watch`, after a write; what is around a part that was written is watched, too."""
+        if state.leaf is not None:
+            if state.partial:
+                self.learn_whole(tensor, state.leaf)
+        elif state.hashed == entry[0]:
+            self.watch(t, tensor, state, key)
+
     def learn_whole(self, tensor: Tensor, leaf: Leaf) -> None:
         """Read as much of a storage as was ever known, after a part of it was written."""
         key = leaf.widest

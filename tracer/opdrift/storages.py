@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -13,6 +14,8 @@ from opdrift.memory import InFlight, Special, Unwritten
 
 #: So many layouts of one storage are known at a time (a data set is read through ever other windows).
 MAX_LAYOUTS: Final = 4096
+#: So many storages are made before those of them that died are forgotten; fewer than gc's threshold.
+MAX_LATEST: Final = 256
 #: So many version counters of a leaf are remembered; the latest count.
 _MAX_VERSIONS: Final = 16
 
@@ -155,6 +158,59 @@ class StorageState:
         return is_readable(tensor) and not (
             isinstance(special, Unwritten) and not special.holds(tensor)
         )
+
+    def rewritten(self, tensor: Tensor, *, bumps: bool) -> None:
+        """A leaf was written by an op; `bumps` says that its version goes up once the mode has returned."""
+        self.at = tensor.untyped_storage().data_ptr() or 1
+        self.version = version = version_of(tensor)
+        leaf = self.leaf
+        if leaf is None:
+            return
+        leaf.forget()
+        leaf.at_version(version)
+        if bumps and version is not None:
+            leaf.at_version(version + 1)
+
+
+class Made:
+    """The storages that were made during a run, as long as they live.
+
+    Attributes:
+        latest: The latest ones; most of them die at once.
+    """
+
+    __slots__ = ("_others", "_prune_at", "latest")
+
+    def __init__(self) -> None:
+        self.latest: list[weakref.ref[StorageState]] = []
+        self._others: deque[weakref.ref[StorageState]] = deque()
+        self._prune_at = 4096
+
+    def drop_dead(self) -> None:
+        """Forget those of the latest storages that died.
+
+        Soon, because references that pile up make Python collect garbage: 100 ms each 100,000 ops.
+        """
+        latest, self.latest = self.latest, []
+        self._others.extend(reference for reference in latest if reference() is not None)
+
+    def alive(self) -> Iterator[int]:
+        """The last value of each that still lives."""
+        self.drop_dead()
+        for reference in list(self._others):
+            state = reference()
+            if state is not None and state.last:
+                yield state.last
+
+    def prune(self) -> None:
+        """Forget those that died since."""
+        others = self._others
+        if len(others) > self._prune_at:
+            for _ in range(len(others)):  # in place: other threads append meanwhile
+                reference = others.popleft()
+                if reference() is not None:
+                    others.append(reference)
+            self._prune_at = max(4096, 2 * len(others))
 
 
 def key_of(tensor: Tensor) -> Key:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -21,21 +20,21 @@ from opdrift.buffers import FINGERPRINTS, VALUE, VALUE_BYTES, VALUES
 from opdrift.fingerprint.row import ROW
 from opdrift.fingerprint.tensors import MANY, without_repeats
 from opdrift.memory import Generated, InFlight, Unwritten, handed_on
-from opdrift.neutral import silent
-from opdrift.records import COMPILED, READ_IN_FLIGHT, READ_UNINITIALISED, REREAD
 from opdrift.rereading import Rereading
 from opdrift.storages import (
+    MAX_LATEST,
     MAX_LAYOUTS,
     Entry,
     Key,
     Leaf,
+    Made,
     StorageState,
-    in_layout,
     is_readable,
     is_row_major,
     key_of,
     version_of,
 )
+from opdrift.unsettled import Unsettled
 
 if TYPE_CHECKING:
     from opdrift.buffers import ThreadBuffers
@@ -53,8 +52,6 @@ _MAX_METAS: Final = 65536
 _Ready = tuple[int, Callable[[int, int, int, int, int], None], int, int]
 _HOST: Final = torch.device("cpu")
 _MAX_REASONS: Final = 50
-#: So many storages are made before those of them that died are forgotten; fewer than gc's threshold.
-_MAX_LATEST: Final = 256
 
 
 class Values:
@@ -85,16 +82,15 @@ class Values:
         self.write_leaf = write_leaf
         self._flush = flush
         self.rereading = Rereading(self, integrity, thread=thread)
+        self.unsettled = Unsettled(self)
         self._metas: dict[Key, int] = {}
         self._meta_ids = itertools.count(1)
         #: what new memory of the host in a layout that can be read as it is needs, all in one look-up
         self._ready: dict[Key, _Ready] = {}
         self._value_ids = itertools.count(1)
         self._storage_ids = itertools.count(1)
-        #: storages made during the run, the latest ones apart: those still alive at exit are results
-        self.made: deque[weakref.ref[StorageState]] = deque()
-        self._latest: list[weakref.ref[StorageState]] = []
-        self._prune_at = 4096
+        #: those of them that are still alive at exit are results
+        self.made = Made()
         #: why contents were left out, with counts
         self.skipped: dict[str, int] = {}
         #: names of tensors by id of the Python object: (weak reference, name, kind)
@@ -143,17 +139,17 @@ class Values:
             state.values[key] = value, meta
             state.last = state.hashed = value
             setattr(storage, self.key, state)
-            latest = self._latest
-            latest.append(weakref.ref(state))
-            if len(latest) >= _MAX_LATEST:
-                self._drop_dead()
+            made = self.made
+            made.latest.append(weakref.ref(state))
+            if len(made.latest) >= MAX_LATEST:
+                made.drop_dead()
             VALUE.pack_into(t.values, row * VALUE_BYTES, value, ident, key[2], 0, meta)
             t.value_count = row + 1
             outputs.append(value)
             put(t.fingerprint_at + print_row * self.row_bytes, address, n, kind, value)
             t.fingerprint_count = print_row + 1
             if self._watching:
-                self._watch(t, tensor, state, key)
+                self.rereading.watch(t, tensor, state, key)
             return
         entry = state.values.get(key)
         if entry is not None:  # an alias of something known: no new value, no hash
@@ -177,7 +173,7 @@ class Values:
         """Register an output in new memory of any sort."""
         state = StorageState(next(self._storage_ids), tensor.device)
         setattr(storage, self.key, state)
-        self._latest.append(weakref.ref(state))
+        self.made.latest.append(weakref.ref(state))
         value, meta = self.make(t, state, key)
         outputs.append(value)
         if plan.fresh:
@@ -187,34 +183,14 @@ class Values:
             if not self.fingerprint(t, tensor, value):
                 state.hashed = 0
             elif self._watching:
-                self._watch(t, tensor, state, key)
+                self.rereading.watch(t, tensor, state, key)
         component = self.kinds.get(tensor.dtype)
         if component is not None and tensor.device == _HOST and is_row_major(*key[:2]):
             n = tensor.numel()
             put = self.put if n < self.large else self.put_large
             self._ready[key] = meta, put, n, component
 
-    def _watch(self, t: ThreadBuffers, tensor: Tensor, state: StorageState, key: Key) -> None:
-        """Keep the digest of what an op made and what was fingerprinted just now, to check it at its uses."""
-        if self.is_elsewhere(tensor) or tensor.is_conj() or tensor.is_neg():
-            return
-        state.leaf = leaf = Leaf(self.rereading.round, made=True)
-        state.at = tensor.untyped_storage().data_ptr() or 1
-        state.version = version_of(tensor)
-        leaf.at_version(state.version)
-        leaf.read(key, tensor.numel(), self._last_digest(t))
-
-    def _watch_written(
-        self, t: ThreadBuffers, tensor: Tensor, state: StorageState, entry: Entry, key: Key
-    ) -> None:
-        """As `_watch`, after a write; what is around a part that was written is watched, too."""
-        if state.leaf is not None:
-            if state.partial:
-                self.rereading.learn_whole(tensor, state.leaf)
-        elif state.hashed == entry[0]:
-            self._watch(t, tensor, state, key)
-
-    def _last_digest(self, t: ThreadBuffers) -> int:
+    def last_digest(self, t: ThreadBuffers) -> int:
         """The digest in the fingerprint that was written last."""
         start = (t.fingerprint_count - 1) * self.row_bytes
         return int.from_bytes(t.fingerprints[start : start + 8], "little")
@@ -226,7 +202,7 @@ class Values:
         storage = tensor.untyped_storage()
         state = StorageState(next(self._storage_ids), tensor.device)
         setattr(storage, self.key, state)
-        self.made.append(weakref.ref(state))
+        self.made.latest.append(weakref.ref(state))
         state.special = in_flight
         key = key_of(tensor)
         value = self.make(t, state, key)[0]
@@ -294,7 +270,7 @@ class Values:
             return
         state.hashed = value
         if leaf is not None:
-            leaf.read(key, tensor.numel(), self._last_digest(t))
+            leaf.read(key, tensor.numel(), self.last_digest(t))
 
     @staticmethod
     def is_elsewhere(tensor: Tensor) -> bool:
@@ -402,78 +378,6 @@ class Values:
                     return (f"{t.path}.{name}" if t.path else name), kind
         return None
 
-    # ---- memory that cannot just be read -------------------------------------------------------------
-
-    def special(
-        self,
-        t: ThreadBuffers,
-        tensor: Tensor,
-        state: StorageState,
-        entry: Entry,
-        use: Use,
-        flags: int,
-    ) -> tuple[Entry, int]:
-        """An input in memory that is unwritten, in flight or generated code's: its value, the op's flags."""
-        if tensor.numel() == 0 or not use.reads(tensor):
-            return entry, flags
-        special = state.special
-        if isinstance(special, Generated):
-            return self._generated(t, tensor, state, entry, flags)
-        if isinstance(special, InFlight):
-            # on a device the program may have ordered streams, which nobody can see from here
-            if tensor.is_cpu and special.is_under_way():
-                return entry, flags | READ_IN_FLIGHT
-            if special.is_done():
-                self._arrived(t, tensor, state, special)
-                if (
-                    state.partial
-                ):  # what is around the part that was filled, its content does not tell
-                    self.show(t, tensor, state, entry[0], key_of(tensor))
-            return entry, flags
-        if not isinstance(special, Unwritten) or not is_readable(tensor):
-            return entry, flags
-        if special.was_touched(tensor.untyped_storage()):
-            state.special = None
-            flags |= REREAD
-        elif not special.may_hold(tensor):
-            if use.plan.hands_on:
-                return entry, flags
-            flags |= READ_UNINITIALISED
-        if entry[0] != state.hashed and self.fingerprint(t, tensor, entry[0], is_there=True):
-            state.hashed = entry[0]
-        return entry, flags
-
-    def _arrived(
-        self, t: ThreadBuffers, tensor: Tensor, state: StorageState, in_flight: InFlight
-    ) -> None:
-        """Fingerprint what was filled, whole, whatever part of it is read first: that is a matter of time."""
-        state.special = None
-        with silent():
-            for key, value in in_flight.filled.pop(state.id, ()):
-                whole = in_layout(tensor.untyped_storage(), key)
-                if whole is not None:
-                    self.show(t, whole, state, value, key)
-
-    def _generated(
-        self, t: ThreadBuffers, tensor: Tensor, state: StorageState, entry: Entry, flags: int
-    ) -> tuple[Entry, int]:
-        """A buffer that generated code may have written since it was last seen."""
-        leaf = state.leaf
-        assert leaf is not None
-        if not flags & COMPILED:
-            state.special = None  # handed over: from here on it is the program's
-        elsewhere = self.is_elsewhere(tensor)
-        if leaf.key is not None or (elsewhere and state.hashed):
-            # on a device it counts as written: to look would mean to wait at every op
-            if not elsewhere and self.rereading.is_unchanged(tensor, leaf):
-                return entry, flags
-            state.writes += 1
-            state.values = {}
-            leaf.forget()
-            entry = self.make(t, state, key_of(tensor))
-        self.show(t, tensor, state, entry[0], key_of(tensor))
-        return entry, flags | REREAD
-
     # ---- writes ----------------------------------------------------------------------------------------
 
     def written(
@@ -500,7 +404,7 @@ class Values:
             scattered = use is not None and use.plan.scatters
             state.partial = scattered or tensor.numel() * tensor.element_size() < storage.nbytes()
             if state.at:
-                self._rewritten(tensor, state, bumps=bumps)
+                state.rewritten(tensor, bumps=bumps)
             if in_flight is not None:
                 state.special = in_flight
             elif lacking is not None:
@@ -518,7 +422,7 @@ class Values:
                 entry = self.make(t, state, key)
                 self.show(t, tensor, state, entry[0], key)
             if self._watching and state.special is None and not self.is_elsewhere(tensor):
-                self._watch_written(t, tensor, state, entry, key)
+                self.rereading.watch_written(t, tensor, state, entry, key)
             if in_flight is not None:
                 in_flight.filled.setdefault(state.id, []).append((key, entry[0]))
             outputs.append(entry[0])
@@ -558,18 +462,6 @@ class Values:
         into, of = (None if state is None else state.special for state in found)
         return handed_on(use, of, into)
 
-    def _rewritten(self, tensor: Tensor, state: StorageState, *, bumps: bool) -> None:
-        """A leaf was written by an op; `bumps` says that its version goes up once the mode has returned."""
-        state.at = tensor.untyped_storage().data_ptr() or 1
-        state.version = version = version_of(tensor)
-        leaf = state.leaf
-        if leaf is None:
-            return
-        leaf.forget()
-        leaf.at_version(version)
-        if bumps and version is not None:
-            leaf.at_version(version + 1)
-
     # ---- names -----------------------------------------------------------------------------------------
 
     def name(self, t: ThreadBuffers, tensor: Tensor, name: str, kind: str, when: str) -> bool:
@@ -592,10 +484,10 @@ class Values:
         if entry is None:
             entry = self._make_another(t, state, key)
         if isinstance(state.special, Generated):
-            entry, _ = self._generated(t, tensor, state, entry, 0)
+            entry, _ = self.unsettled.generated(t, tensor, state, entry, 0)
         if leaf is None and self._is_last(t, tensor, state, entry[0]):
             leaf, is_known = self._made_leaf(tensor, state), True
-            leaf.read(key, tensor.numel(), self._last_digest(t))
+            leaf.read(key, tensor.numel(), self.last_digest(t))
         elif (leaf is None or key != leaf.key) and self.can_read(tensor):
             self.show(t, tensor, state, entry[0], key)
         if kind not in ("output", "gradient"):  # a result keeps the name that it had
@@ -650,31 +542,9 @@ class Values:
             return None
         return leaf.raw, tensor.numel(), code
 
-    def _drop_dead(self) -> None:
-        """Forget those of the latest storages that died, which are most of them.
-
-        Soon, because references that pile up make Python collect garbage: 100 ms each 100,000 ops.
-        """
-        latest, self._latest = self._latest, []
-        self.made.extend(reference for reference in latest if reference() is not None)
-
-    def alive(self) -> Iterator[int]:
-        """The last value of each storage that was made during the run and still lives."""
-        self._drop_dead()
-        for reference in list(self.made):
-            state = reference()
-            if state is not None and state.last:
-                yield state.last
-
     def prune(self) -> None:
-        """Forget storages that died; memory stays bounded by what is alive."""
-        made = self.made
-        if len(made) > self._prune_at:
-            for _ in range(len(made)):  # in place: other threads append meanwhile
-                reference = made.popleft()
-                if reference() is not None:
-                    made.append(reference)
-            self._prune_at = max(4096, 2 * len(made))
+        """Forget what died; memory stays bounded by what is alive."""
+        self.made.prune()
         if len(self._names) > 65536:
             for ident, named in list(self._names.items()):
                 if named[0]() is None:
