@@ -30,6 +30,8 @@ _GATHERING: Final = frozenset(
         "allgather_",
         "allgather_coalesced_",
         "allgather_into_tensor_coalesced_",
+        # out of FSDP2's gathered buffer into each parameter
+        "split_with_sizes_copy",
     ]
 )
 #: Wholes go in and parts come out.
@@ -87,17 +89,23 @@ def sharding(trace: Trace) -> dict[str, Sharding]:
 
 
 def parts_not_followed(trace: Trace) -> tuple[str, ...]:
-    """Names of parameters that the recorder knew for parts, and of which no mark tells what became of them."""
+    """Names of parameters that are parts wherever they are seen.
+
+    Those that the recorder knew for parts, and of which no mark tells what became of them: tensor parallelism, or FSDP
+    that no integration followed. And those of which FSDP gathers what tensor parallelism has left on this rank.
+    """
     if (trace.header.world_size or 1) < 2:
         return ()
     told: set[str] = set()
     known: dict[str, None] = {}
+    split: dict[str, None] = {}
     for mark in trace.marks:
         if mark.kind in GATHERS:
             told.update(names_of(mark.fields))
+            split.update(dict.fromkeys(mark.fields.get("split") or ()))
         elif mark.kind == "model":
             known.update(dict.fromkeys(mark.fields.get("sharded") or ()))
-    return tuple(name for name in known if name not in told)
+    return (*(name for name in known if name not in told), *split)
 
 
 def differently_sharded(left: Trace, right: Trace) -> frozenset[str]:
@@ -143,7 +151,7 @@ def ops_on_parts(trace: Trace) -> npt.NDArray[np.bool_]:
     parts = {
         int(storage[leaf.value])
         for leaf in trace.leaves
-        if leaf.kind == "shard" or (leaf.when == "entry" and leaf.name in alone)
+        if leaf.kind == "shard" or (leaf.when in ("entry", "gather") and leaf.name in alone)
     }
     for _ in range(_PASSES):
         known = len(parts)

@@ -5,7 +5,8 @@ that do it, and this module says what came of them. The words are those of the f
 marks have `library` ("torch_fsdp"), `unit` (path of the module; null if the recorder does not know it),
 `phase` (forward, backward, or summon: the program asked for the parameters) and `step` (how many optimizer
 steps were done before). Those about parameters have `buffer`, `parameters` [[name, offset, shape]], `tied`
-[[name, owner]] and `layout`: "flat" where the parameters follow each other and shards cut them anywhere
+[[name, owner]], where there are any `split` [name] (FSDP2: those of which tensor parallelism has left a part on this
+rank, which is gathered), and `layout`: "flat" where the parameters follow each other and shards cut them anywhere
 (FSDP1; offsets count from the start of the buffer), "each" where a shard holds its rank's padded part of each
 parameter (FSDP2; offsets count from the start of a shard).
 

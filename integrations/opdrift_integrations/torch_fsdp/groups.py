@@ -153,7 +153,12 @@ class GroupWatcher:
             suffix = f"[{dtype_name(dtype)}]" if len(by_dtype) > 1 else ""
             buffer = self._buffer(params, f"{state.path or 'parameters'}{suffix}", state)
             offloaded = bool(params[0].offload_to_cpu)
-            found.append((Unit(state.path, buffer, offloaded, blocking=False), numbers))
+            unit = Unit(state.path, buffer, offloaded, blocking=False)
+            pairs = zip(buffer.parts, params, strict=True)
+            split = [part.name for part, param in pairs if _is_split(param)]
+            if split:
+                unit.fields["split"] = split
+            found.append((unit, numbers))
         return found
 
     def _buffer(self, params: Sequence[Any], name: str, state: _Group) -> Buffer:
@@ -219,6 +224,14 @@ def _shard_of(param: Any) -> Any:
     if param.sharded_state.name == "SHARDED_POST_FORWARD":
         return param._sharded_post_forward_param_data.reshape(-1)
     return param._sharded_param_data
+
+
+def _is_split(param: Any) -> bool:
+    """Whether a parameter was split over other ranks before FSDP sharded what is here: tensor parallelism."""
+    if not param.is_dtensor:
+        return False
+    spec = param._unsharded_dtensor_spec
+    return not all(placement.is_replicate() for placement in spec.placements)
 
 
 def _held(params: Sequence[Any]) -> int:

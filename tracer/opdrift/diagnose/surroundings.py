@@ -146,16 +146,16 @@ def notes_of(case: Case, found: Found, *, samples: tuple[int, int] | None) -> tu
 
 
 def _of_parts(case: Case) -> list[str]:
-    """Parameters of which a rank holds a part that no integration followed: they cannot be held against wholes."""
+    """Parameters of which a rank holds a part that is never gathered, or not seen to be: no wholes to compare."""
     apart = not_followed(case)
     said = []
     for label, side in (("left", case.left), ("right", case.right)):
         names = [name for name in parts_not_followed(side.trace) if name in apart]
         if names:
             said.append(
-                f"{some(names, 2)}: the {label} trace holds only this rank's part of each, and nothing followed what was"
-                ' gathered: they are not compared. Record with integrations="auto" (torch_fsdp), and look for a mark'
-                " integration-failed in the trace"
+                f"{some(names, 2)}: the {label} trace holds only this rank's part of each: they are not compared. What"
+                " tensor parallelism splits stays so; if FSDP shards them, record with"
+                ' integrations="auto" (torch_fsdp), and look for a mark integration-failed in the trace'
             )
     return said
 
