@@ -37,7 +37,7 @@ LAYERS: tuple[tuple[int, str, str], ...] = (
     (
         4,
         READING,
-        "causes checkpoints findings foreign gathers moves origins overwritten receivers sizes world",
+        "causes checkpoints findings foreign gathers moves origins overwritten receivers sizes trials world",
     ),
     (5, READING, "diagnose"),
     (6, READING, "export render testing"),

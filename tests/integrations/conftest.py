@@ -151,8 +151,8 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             del parallel.get_process_group_cached._global_group_cache
 
 
-def run_two(script: str, folder: Path, *arguments: str) -> None:
-    """Run a script of this folder as two ranks: it is given its rank, `folder` and the arguments."""
+def run_ranks(count: int, script: str, folder: Path, *arguments: str) -> None:
+    """Run a script of this folder as so many ranks: it is given its rank, `folder` and the arguments."""
     here = Path(__file__).parent
     roots = (here.parents[1] / "tracer", here.parents[1] / "integrations")
     environment = {
@@ -164,10 +164,10 @@ def run_two(script: str, folder: Path, *arguments: str) -> None:
         subprocess.Popen(
             [sys.executable, here / script, str(rank), str(folder), *arguments], env=environment
         )
-        for rank in range(2)
+        for rank in range(count)
     ]
     try:
-        assert [rank.wait(300) for rank in ranks] == [0, 0]
+        assert [rank.wait(300) for rank in ranks] == [0] * count
     finally:
         for rank in ranks:
             rank.kill()
@@ -175,4 +175,9 @@ def run_two(script: str, folder: Path, *arguments: str) -> None:
 
 @pytest.fixture(scope="session")
 def two_processes() -> Callable[..., None]:
-    return run_two
+    return functools.partial(run_ranks, 2)
+
+
+@pytest.fixture(scope="session")
+def four_processes() -> Callable[..., None]:
+    return functools.partial(run_ranks, 4)

@@ -21,6 +21,7 @@ from opdrift.steps import Steps
 from opdrift.tracefile.columns import Ints
 from opdrift.tracefile.fingerprints import Fingerprint
 from opdrift.tracefile.reader import Trace
+from opdrift.trials import trials, written_by_trials
 from opdrift.world.collectives import World
 from opdrift.world.findings import another_run, without_handed, world_findings
 from opdrift.world.one_run import of_another_run
@@ -68,6 +69,7 @@ def _of_one(trace: Trace) -> Iterator[Finding]:
     yield from copies(trace, steps.known_at)
     yield from overwritten(trace, steps.known_at)
     yield from races(trace, steps.known_at)
+    yield from trials(trace, steps.known_at)
     yield from dropped(trace, steps.known_at)
 
 
@@ -75,7 +77,12 @@ def _of_one(trace: Trace) -> Iterator[Finding]:
 
 
 def _hidden_writes(trace: Trace, steps: Steps) -> Iterator[Finding]:
-    changed = [leaf for leaf in trace.leaves if leaf.when == "changed"]
+    known = written_by_trials(trace)
+    changed = [
+        leaf
+        for leaf in trace.leaves
+        if leaf.when == "changed" and (leaf.name, leaf.seq) not in known
+    ]
     by_value: dict[int, list[Leaf]] = {}
     for leaf in changed:  # a storage under several names has a row for each
         by_value.setdefault(leaf.value, []).append(leaf)
