@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from fsdp_world import TOKENS, Net, fsdp1, fsdp2, local, poke
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
 import opdrift
 
@@ -82,6 +82,9 @@ RUNS = {
     "fsdp2-alone": Run(fsdp2, record={"integrations": ()}),
     "fsdp1-flat-alone": Run(fsdp1, options={"use_orig_params": False}, record={"integrations": ()}),
     "fsdp2-bf16": Run(fsdp2, options={"mp_policy": BF16}),
+    "fsdp1-bf16": Run(
+        fsdp1, options={"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)}
+    ),
     "fsdp2-reduced": Run(
         fsdp2, options={"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)}
     ),

@@ -129,6 +129,16 @@ def test_mixed_precision_over_several_steps_is_the_rounding_of_its_casts(folder)
     assert "dtype" in {cause.slug for cause in found.causes}
 
 
+@pytest.mark.parametrize("wrapped", ["fsdp1", "fsdp2"])
+def test_mixed_precision_against_full_of_the_same_wrapper_is_one_difference(folder, wrapped):
+    """Shards that are cast before they are gathered are not paired op by op with others: padding and types differ."""
+    found = opdrift.diff(folder / wrapped, folder / f"{wrapped}-bf16")
+
+    for one in found.ranks.values():
+        assert (one.verdict, len(one.origins)) == ("rounding", 1)
+        assert one.first.name == "embed.weight"
+
+
 UPDATED = "aten.add_.Tensor in an optimizer step of embed.weight was called with other arguments:"
 
 

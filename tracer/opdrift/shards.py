@@ -44,6 +44,10 @@ _SCATTERING: Final = frozenset(
         "reduce_scatter_tensor_coalesced_",
     ]
 )
+#: What lays gradients end to end for that, with padding, in another type or divided before.
+_PACKING: Final = frozenset(
+    ["_to_copy", "cat", "chunk_cat", "constant_pad_nd", "copy_", "div_", "mul_", "pad", "stack"]
+)
 #: What is written at the end of a step may have been read at its beginning.
 _PASSES: Final = 3
 
@@ -58,12 +62,14 @@ class Sharding:
         ranks: The ranks that hold a part.
         rank: This one's number among them.
         library: Who shards it.
+        cast: The type that it is cast to before it is gathered to compute with; empty where it is gathered as it is.
     """
 
     layout: str
     ranks: tuple[int, ...]
     rank: int
     library: str
+    cast: str = ""
 
 
 _UNKNOWN: Final = Sharding("unknown", (), 0, "")
@@ -72,6 +78,11 @@ _UNKNOWN: Final = Sharding("unknown", (), 0, "")
 def sharding(trace: Trace) -> dict[str, Sharding]:
     """Name of each parameter that is kept in parts, and of each tensor that holds such parts, and how."""
     found: dict[str, Sharding] = {}
+    casts = {
+        str(mark.fields.get("buffer")): str(mark.fields.get("destination_dtype", ""))
+        for mark in trace.marks
+        if mark.kind == "cast" and mark.fields.get("what") == "shard"
+    }
     for mark in trace.marks:
         fields = mark.fields
         ranks = fields.get("ranks")
@@ -82,6 +93,7 @@ def sharding(trace: Trace) -> dict[str, Sharding]:
             tuple(ranks),
             int(fields.get("rank", 0)),
             str(fields.get("library", "")),
+            casts.get(str(fields.get("buffer")), ""),
         )
         for name in (str(fields.get("buffer")), *names_of(fields)):
             found.setdefault(name, how)
@@ -109,7 +121,7 @@ def parts_not_followed(trace: Trace) -> tuple[str, ...]:
 
 
 def differently_sharded(left: Trace, right: Trace) -> frozenset[str]:
-    """Names whose tensors are parts in one run, and whole or other parts in the other."""
+    """Names whose tensors are parts in one run, and whole, other parts or cast ones in the other."""
     alone = parts_not_followed(left), parts_not_followed(right)
     a, b = (
         {**dict.fromkeys(names, _UNKNOWN), **sharding(trace)}
@@ -139,7 +151,7 @@ def ops_on_parts(trace: Trace) -> npt.NDArray[np.bool_]:
     """Which ops read or make this rank's parts of parameters and gradients: gathers, an optimizer, a norm of gradients.
 
     Everything is a part that is in the memory of a shard, that a reduce_scatter brings, or that is made of parts,
-    until it is gathered.
+    until it is gathered. What packs gradients for a reduce_scatter counts, too: the padding is that of the parts.
     """
     ops, storage = trace.ops, trace.values.storage
     found = np.zeros(len(ops), np.bool_)
@@ -163,7 +175,28 @@ def ops_on_parts(trace: Trace) -> npt.NDArray[np.bool_]:
                     parts.update(storage[ops.outputs[op]].tolist())
         if len(parts) == known:
             break
+    packing = {s for s, name in base.items() if name in _PACKING}
+    return found | _packed(trace, scatters, packing)
+
+
+def _packed(trace: Trace, scatters: set[int], packing: set[int]) -> npt.NDArray[np.bool_]:
+    """Which ops only lay together what a reduce_scatter takes."""
+    ops, storage = trace.ops, trace.values.storage
+    found = np.zeros(len(ops), np.bool_)
+    taken: set[int] = set()
+    for op in range(len(ops) - 1, -1, -1):
+        signature = int(ops.signature[op])
+        packs = signature in packing and not taken.isdisjoint(storage[ops.outputs[op]].tolist())
+        if packs or signature in scatters:
+            found[op] = packs
+            taken.update(storage[ops.inputs[op]].tolist())
     return found
+
+
+def puts_together(op: str) -> bool:
+    """Whether an op, by its full name, fills a whole tensor with the parts of all ranks."""
+    name = op.split(".")[1]
+    return name in _GATHERING and name != "all_reduce"
 
 
 def moves_parts(op: str) -> bool:

@@ -13,6 +13,7 @@ from opdrift.origins.model import NO_LEAF, Origin, Story
 from opdrift.origins.regions import Region, is_sum, region_of, representative, unseen_results
 from opdrift.pairs import EQUAL
 from opdrift.records import DivergenceKind, Leaf, Sides
+from opdrift.shards import puts_together
 
 #: How many earlier writes of a storage are looked at for one that the other run stopped at.
 _LOOK_BACK = 64
@@ -287,6 +288,8 @@ class SlotJudge:
                 earlier = int(contents.states.before[state])
                 if writer < 0 or earlier < 0:
                     break
+                if puts_together(side.name(writer)):
+                    break  # what the parts of all ranks are now, not what it was and something more
                 if writer in side.regions.at and (
                     contents.value_of_state(state) not in side.regions.written(writer)
                 ):
