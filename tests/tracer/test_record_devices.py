@@ -295,7 +295,7 @@ def test_reading_leaves_again_does_not_keep_storages_alive(tmp_path, elsewhere):
     with opdrift.record(tmp_path / "a.trace") as recording:
         for _ in range(50):
             torch.ones(3) * torch.ones(3)
-        alive = list(recording._values.alive())
+        alive = list(recording._values.made.alive())
     trace = opdrift.load(tmp_path / "a.trace")
 
     assert alive == []

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
-import sys
 import threading
-import time
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from time import perf_counter_ns as now
@@ -33,7 +28,8 @@ from opdrift.compilations import Compilations
 from opdrift.errors import InvalidOptionError, RecorderStateError
 from opdrift.fingerprint.devices import Devices
 from opdrift.fingerprint.engine import load_engine
-from opdrift.fingerprint.tensors import WITHOUT_CONTENT, stretches
+from opdrift.fingerprint.tensors import stretches
+from opdrift.headers import header_of, rank_here
 from opdrift.imports import watch_imports
 from opdrift.interning import Interning
 from opdrift.kernels.answers import Answers
@@ -58,21 +54,17 @@ from opdrift.plugins import (
     SeesModules,
     installed_integrations,
 )
-from opdrift.records import TRACE_SCHEMA
 from opdrift.scopes import Scopes, name_arguments, walk
+from opdrift.shortfalls import Shortfalls
 from opdrift.sources import Sources, raised_at
 from opdrift.spool import FLUSH_NS, Spool
-from opdrift.tracefile.claiming import announced_rank, claim
+from opdrift.tracefile.claiming import claim
 from opdrift.tracefile.writer import TraceWriter
 from opdrift.values import Values
 
 if TYPE_CHECKING:
     from opdrift.buffers import ThreadBuffers
 
-log = logging.getLogger("opdrift")
-
-_MAX_FAILURES: Final = 100
-_MAX_LOGGED: Final = 5
 _LEAF_KINDS: Final = ("parameter", "buffer", "input", "constant", "shard")
 
 
@@ -149,14 +141,11 @@ class Recorder:
         self._options = options
         self._state: Literal["new", "open", "closed"] = "new"
         self._stack = ExitStack()
-        self._failures: dict[tuple[str, str], int] = {}
+        self._shortfalls = Shortfalls()
+        self._failed, self._guarded = self._shortfalls.failed, self._shortfalls.guarded
         #: threads that called modules, and whose ops are not recorded
         self._unrecorded: set[int] = set()
         self._told_of_calls: list[SeesCalls] = []
-        #: devices without a kernel, as notes
-        self._slow_devices: list[str] = []
-        #: why kernels were not watched although that was asked for, as notes
-        self._unwatched: list[str] = []
 
     def __fspath__(self) -> str:
         """The trace's path: a recorder can be given where a path can, such as to `opdrift.diff`."""
@@ -169,7 +158,7 @@ class Recorder:
             raise RecorderStateError(
                 f"This recorder of {self.path} was used before. A recorder records once: call opdrift.record() again."
             )
-        rank, world_size = _rank()
+        rank, world_size = rank_here()
         self._engine = load_engine()
         claimed = claim(self.path, rank=rank, overwrite=self._options.overwrite)
         with ExitStack() as undo:
@@ -187,7 +176,15 @@ class Recorder:
     def _prepare(self, folder: Path, rank: int | None, world_size: int | None) -> None:
         self._flags = environment.Flags()
         self._variables = environment.variables()
-        self._writer = TraceWriter(folder, self._header(rank, world_size))
+        header = header_of(
+            self._options,
+            self._flags.snapshot(),
+            self._variables,
+            engine=self._engine.name,
+            rank=rank,
+            world_size=world_size,
+        )
+        self._writer = TraceWriter(folder, header)
         self._flags.changed()
         self._spool = spool = Spool(
             self._writer,
@@ -314,7 +311,7 @@ class Recorder:
     def _watch_kernels(self) -> None:
         watches = watching(
             partial(self._spool.mark, self._owner, "kernels"),
-            stopped=self._kernels_unwatched,
+            stopped=self._shortfalls.kernels_unwatched,
             failed=self._failed,
         )
         self._mode.watches = self._stack.enter_context(watches)
@@ -364,69 +361,28 @@ class Recorder:
         self._spool.close(self._footer(error))
 
     def _footer(self, error: BaseException | None) -> dict[str, Any]:
-        self._warn_of_lost_contents()
+        self._shortfalls.lost_contents(self._values.skipped)
         return {
             "ops": self._spool.ops_written,
             "ended": "ok" if error is None else "raised",
             "exception": None if error is None else f"{type(error).__name__}: {error}"[:2000],
             "raised_at": None if error is None else raised_at(error),
-            "failures": [
-                {"where": where, "error": what, "count": count}
-                for (where, what), count in self._failures.items()
-            ],
+            "failures": self._shortfalls.failures,
             "notes": self._notes(),
         }
-
-    def _warn_of_lost_contents(self) -> None:
-        """Say once what the trace lacks; tensors that have no content lack nothing."""
-        lost = {
-            reason: count
-            for reason, count in self._values.skipped.items()
-            if not reason.endswith(WITHOUT_CONTENT)
-        }
-        if lost:
-            log.warning(
-                "opdrift recorded %d values without their contents: %s. The run is not affected; the trace lists them.",
-                sum(lost.values()),
-                "; ".join(list(lost)[:3]),
-            )
 
     def _fingerprinted_by(self, device: str, by: str, why: Sequence[str]) -> None:
         """What fingerprints a device's tensors was found out, or has changed."""
         fields = {"device": device, "by": by, "why": list(why)}
         self._spool.mark(self._spool.thread(), "fingerprints", fields)
         if why:
-            self._slow_devices.append(
-                f"{device} was fingerprinted by {by} instead of a kernel: {'; '.join(why)}"
-            )
-            log.warning(
-                "opdrift fingerprints %s by %s, which is far slower than its kernel: %s. The run is not affected.",
-                device,
-                by,
-                "; ".join(why),
-            )
-
-    def _kernels_unwatched(self, why: str) -> None:
-        """Kernels are not watched, or not any more; said once for each reason."""
-        note = f"which kernels ran was not observed: {why}"
-        if note in self._unwatched:
-            return
-        self._unwatched.append(note)
-        log.warning(
-            "opdrift does not see which kernels ran: %s. They are named by rule, as with kernels='auto'. The run is not"
-            " affected.",
-            why,
-        )
+            self._shortfalls.slow_device(device, by, why)
 
     def _stopped(self) -> None:
         self._mode.recording = False
 
     def _notes(self) -> list[str]:
-        notes = [
-            f"{count} contents were not fingerprinted: {reason}"
-            for reason, count in self._values.skipped.items()
-        ]
-        notes += self._slow_devices + self._unwatched
+        notes = self._shortfalls.notes
         notes += filter(None, [why_none_is_seen()])
         if self._batches is not None:
             notes += self._batches.notes()
@@ -717,70 +673,9 @@ class Recorder:
         self._unrecorded.add(ident)
         return None
 
-    def _guarded(self, where: str, action: Callable[[], object]) -> None:
-        try:
-            action()
-        except Exception as error:
-            self._failed(where, error)
-
-    def _failed(self, where: str, error: BaseException) -> None:
-        """Note a failure of the tracer; the first few places are logged, once each."""
-        key = (where, repr(error)[:500])
-        count = self._failures.get(key, 0)
-        if count or len(self._failures) < _MAX_FAILURES:
-            self._failures[key] = count + 1
-        if count or len(self._failures) > _MAX_LOGGED:
-            return
-        log.warning(
-            "opdrift could not record everything at %s: %r. The run is not affected; please report this.%s",
-            where,
-            error,
-            " Further failures are only noted in the trace." * (len(self._failures) == _MAX_LOGGED),
-        )
-
-    def _header(self, rank: int | None, world_size: int | None) -> dict[str, Any]:
-        seeds = environment.seeds()
-        return {
-            "schema": TRACE_SCHEMA,
-            "fingerprint": "tfp1",
-            "label": self._options.label,
-            "created": datetime.now(UTC).isoformat(timespec="milliseconds"),
-            "torch": torch.__version__,
-            "device": environment.device(),
-            "rank": rank,
-            "world_size": world_size,
-            "program": [os.path.basename(a) if i == 0 else a for i, a in enumerate(sys.orig_argv)],
-            "flags": {
-                **self._flags.snapshot(),
-                **{f"seed.{name}": value for name, value in seeds.items()},
-            },
-            "variables": self._variables,
-            "versions": environment.versions(),
-            "options": self._options.described(),
-            "engine": self._engine.name,
-            "start_unix_ns": time.time_ns(),
-            "start_ns": now(),
-            "launch": None if rank is None else _launch(),
-        }
-
 
 @contextmanager
 def _unseen() -> Iterator[None]:
     """Ops inside run below every mode and subclass, and without a graph."""
     with silent(), torch._C.DisableTorchFunction(), torch.no_grad():
         yield
-
-
-def _launch() -> str | None:
-    """What a launcher told all ranks of a run alike, as a number: its name is nobody's business."""
-    told = [os.environ.get(name) for name in ("TORCHELASTIC_RUN_ID", "MASTER_PORT")]
-    return f"{zlib.crc32(repr(told).encode()):08x}" if any(told) else None
-
-
-def _rank() -> tuple[int | None, int | None]:
-    """Rank and world size of a distributed run that is set up, or that a launcher has announced."""
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        world_size = distributed.get_world_size()
-        return (distributed.get_rank(), world_size) if world_size > 1 else (None, None)
-    return announced_rank(os.environ)
