@@ -10,18 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from accelerate import cpu_offload, cpu_offload_with_hook, disk_offload, dispatch_model, hooks
+from accelerate import cpu_offload_with_hook, dispatch_model, hooks
+from offloading import X, in_memory, on_disk, only, recorded, said
 from torch import nn
 
 import opdrift
 from opdrift.findings import findings
 from opdrift.plugins import Integration
-from opdrift.records import Finding, Leaf
+from opdrift.records import Leaf
 from opdrift.tracefile.reader import Trace
 from opdrift_integrations.accelerate import AccelerateIntegration
-
-CPU = torch.device("cpu")
-X = torch.linspace(-1, 1, 8).view(2, 4)
 
 
 class Net(nn.Module):
@@ -65,39 +63,9 @@ class Averages(nn.Module):
         return self.norm(x)
 
 
-def recorded(
-    path: Path, model: nn.Module, *, steps: int = 2, between: Callable[[], object] | None = None
-) -> Trace:
-    """The trace of some forwards; `between` runs before the last one."""
-    with opdrift.record(path, model=model) as recorder, torch.no_grad():
-        for step in range(steps):
-            if step == steps - 1 and between is not None:
-                between()
-            recorder.mark("step", step=step)
-            model(X)
-    return opdrift.load(path)
-
-
-def on_disk(folder: Path, model: nn.Module, **options: Any) -> nn.Module:
-    return disk_offload(model, folder, execution_device=CPU, **options)
-
-
-def in_memory(folder: Path, model: nn.Module, **options: Any) -> nn.Module:
-    return cpu_offload(model, execution_device=CPU, **options)
-
-
 def partly(folder: Path, model: nn.Module) -> nn.Module:
     places = {"first": "cpu", "norm": "cpu", "second": "disk", "scale": "cpu"}
     return dispatch_model(model, device_map=places, main_device="cpu", offload_dir=folder)
-
-
-def only(found: tuple[Finding, ...]) -> Finding:
-    assert len(found) == 1, found
-    return found[0]
-
-
-def said(finding: Finding) -> str:
-    return "\n".join([finding.cause.summary, *finding.cause.evidence, finding.cause.try_])
 
 
 def test_it_is_an_integration():

@@ -46,6 +46,15 @@ def test_digests_and_keys_are_those_of_the_specification(components, width, raw,
     assert tfp1.key64(raw, len(components), width) == key
 
 
+@pytest.mark.parametrize(("bits", "width"), [(0x3F80, 2), (0x3F800000, 4), (0, 4), (255, 1)])
+def test_a_constant_content_is_told_by_its_digest(bits: int, width: int):
+    raw = tfp1.constant(bits, 7, width)
+    other = tfp1.raw_of([bits] * 6 + [bits ^ 1], width)
+
+    assert tfp1.is_constant(raw, 7, width)
+    assert not tfp1.is_constant(other, 7, width)
+
+
 def test_a_constant_tensor_has_the_published_digest():
     """Vector float32 ones(100000), from the closed form."""
     raw = tfp1.constant(float_bits(1.0), 100_000, 4)

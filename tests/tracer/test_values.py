@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from recordings import recorded, recording
 from torch import nn
 
+import opdrift
 from opdrift.records import READ_UNINITIALISED, REREAD
 
 
@@ -476,3 +479,21 @@ def test_what_outlives_the_run_is_told():
 
     alive = [leaf for leaf in found.trace.leaves if leaf.kind == "alive"]
     assert len(alive) == 300
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int8])
+def test_bits_that_are_read_as_another_dtype_are_no_other_result(
+    tmp_path: Path, dtype: torch.dtype
+):
+    """accelerate writes bfloat16 to disk as integers; what lives on at the end is still the tensor."""
+
+    def run(name: str, look: Callable[[torch.Tensor], object]) -> torch.Tensor:
+        with opdrift.record(tmp_path / name):
+            x = torch.ones(4) * 2
+            look(x)
+        return x
+
+    results = [run("left", lambda x: None), run("right", lambda x: x.view(dtype))]
+
+    assert opdrift.diff(tmp_path / "left", tmp_path / "right").verdict == "identical"
+    assert len(results) == 2

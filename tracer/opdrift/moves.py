@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from opdrift import tfp1
-from opdrift.records import Cause, Finding, Mark, Op
+from opdrift.records import Cause, Confidence, Finding, Mark, Op
 from opdrift.tracefile.reader import Trace
 
 StepAt = Callable[[int | None], int | None]
@@ -94,7 +94,7 @@ class _Moves:
         if len(marks) == 1:
             return finding
         last = marks[-1]
-        step = self.step_at(last.seq)
+        step = self._step(last)
         when = f"op {last.seq}" if step is None else f"op {last.seq}, step {step}"
         times = f"{len(marks) - 1} more times" if len(marks) > 2 else "once more"
         again = f"the same happened {times}, the last time after {when}"
@@ -158,37 +158,37 @@ class _Moves:
         )
 
     def source_changed(self, mark: Mark) -> Finding | None:
-        """What a load brings is not what was there before; None where an op wrote it."""
+        """What a load brings is not what was there before; None where an op of the program made or wrote it."""
         fields, name, file = mark.fields, _name(mark), mark.fields.get("file")
-        if not file and self._writers(self._load_before(mark), mark):
-            return None
         seen = str(fields.get("seen"))
+        when = _SEEN.get(seen, "before")
+        others = self._others(mark, "source")
+        moved = fields.get("source_moved") is True
+        if moved and not others and self._made_by_an_op(mark):
+            return None
+        if not file and not moved and self._writers(self._load_before(mark), mark):
+            return None
         what = f"the file {file}" if file else "the memory that it is loaded from"
         evidence = [
             _move(mark),
-            f"its digest was {_raw(fields.get('known'))} {_SEEN.get(seen, 'before')}, and is"
-            f" {_raw(fields.get('source'))} now",
+            f"its digest was {_raw(fields.get('known'))} {when}, and is {_raw(fields.get('source'))} now",
             *_located(fields.get("known"), fields.get("source")),
-            *self._earlier(mark, "source"),
         ]
-        if not file:
+        if others:
+            rest = f" and {len(others) - 1} more" if len(others) > 1 else ""
+            evidence.append(f"it is what {others[0]}{rest} held")
+        else:
+            evidence += self._earlier(mark, "source")
+        if moved:
+            evidence.append("it lies elsewhere than at the load before")
+        elif not file:
             evidence.append("no op that was recorded wrote it in between")
-        stale = file and seen == "attach"
+        slug, confidence, try_ = _why_changed(
+            file, stale=bool(file) and seen == "attach", another=bool(others), moved=moved
+        )
+        holds = "another tensor's values" if others else f"other values than {when}"
         return self._finding(
-            mark,
-            Cause(
-                "fsdp-gather" if stale else "race",
-                "certain" if stale else "likely",
-                f"{name}: {what} holds other values than {_SEEN.get(seen, 'before')}",
-                tuple(evidence),
-                "The offload folder is an older one: disk_offload() keeps the files that it finds. Give it an"
-                " empty folder, or delete this one."
-                if stale
-                else f"Look for what writes {file}: another process, or a second model that is offloaded to the"
-                " same folder."
-                if file
-                else _WRITE_UNSEEN,
-            ),
+            mark, Cause(slug, confidence, f"{name}: {what} holds {holds}", tuple(evidence), try_)
         )
 
     def _finding(self, mark: Mark, cause: Cause, *, op: Op | None = None) -> Finding:
@@ -199,9 +199,24 @@ class _Moves:
             None if op is None else op.name,
             mark.fields.get("unit") or "",
             mark.seq,
-            self.step_at(mark.seq),
+            self._step(mark),
             self.trace.header.rank,
         )
+
+    def _step(self, mark: Mark) -> int | None:
+        """The step that a move belongs to: where no op lies between, that of the mark which began it."""
+        return self.step_at(mark.seq + 1 if id(mark) in self._beginning else mark.seq)
+
+    @cached_property
+    def _beginning(self) -> set[int]:
+        """Moves (by their id) that come after the mark of a step, and before its first op."""
+        found, began = set(), None
+        for mark in self.trace.marks:
+            if mark.kind == "step":
+                began = mark.seq
+            elif mark.kind == "move" and mark.seq == began:
+                found.add(id(mark))
+        return found
 
     # ---- what the trace knows ------------------------------------------------------------------------
 
@@ -245,16 +260,55 @@ class _Moves:
                 values.append(leaf.value)
         return found
 
-    def _writers(self, load: Mark | None, until: Mark) -> list[Op]:
-        """The ops that wrote what a load brought, up to another mark."""
+    def _value(self, load: Mark | None) -> int | None:
+        """The value that a load put into a module."""
         if load is None:
-            return []
+            return None
         seqs, values = self._values.get(_name(load), ([], []))
         # memory that a load finds as it was named before is not named again
         named = bisect_right(seqs, load.seq)
-        if not named:
+        return values[named - 1] if named else None
+
+    def _made_by_an_op(self, load: Mark) -> bool:
+        value = self._value(load)
+        return value is not None and bool(self.trace.producer[value] >= 0)
+
+    @cached_property
+    def _holders(self) -> dict[str, list[tuple[int, tuple[str, int | None], str]]]:
+        """Content -> what held it: the number of a move, the tensor's slot and name."""
+        found: dict[str, list[tuple[int, tuple[str, int | None], str]]] = {}
+        for number, mark in enumerate(self._all):
+            contents = {str(mark.fields.get(which)) for which in ("known", "source", "destination")}
+            for content in contents:
+                found.setdefault(content, []).append((number, _slot(mark), _name(mark)))
+        return found
+
+    @cached_property
+    def _all(self) -> list[Mark]:
+        return [mark for mark in self.trace.marks if mark.kind == "move"]
+
+    def _others(self, mark: Mark, which: str) -> list[str]:
+        """Other tensors that held the content of a move before it; none if it is one number throughout, as many are."""
+        content = mark.fields.get(which)
+        if not isinstance(content, Mapping):
             return []
-        value = values[named - 1]
+        if tfp1.is_constant(
+            int(content["raw"], 16), content["n"], tfp1.Code(content["code"]).bytes
+        ):
+            return []
+        number = next(i for i, each in enumerate(self._all) if each is mark)
+        names = [
+            name
+            for before, slot, name in self._holders.get(str(content), [])
+            if before < number and slot != _slot(mark) and name != _name(mark)
+        ]
+        return list(dict.fromkeys(names))
+
+    def _writers(self, load: Mark | None, until: Mark) -> list[Op]:
+        """The ops that wrote what a load brought, up to another mark."""
+        value = self._value(load)
+        if load is None or value is None:
+            return []
         trace = self.trace
         start, end = np.searchsorted(trace.ops.seq, [load.seq, until.seq], side="right")
         storage = trace.values.storage
@@ -269,6 +323,43 @@ class _Moves:
 _WRITE_UNSEEN: Final = (
     "Look for a write that the dispatcher cannot see: another thread, a copy that nobody waited for, numpy, .data,"
     " a custom kernel. Wait for it before the tensor is moved."
+)
+
+
+def _why_changed(
+    file: Any, *, stale: bool, another: bool, moved: bool
+) -> tuple[str, Confidence, str]:
+    """Cause, confidence and what to try where a source is not what it was."""
+    if another:
+        return "fsdp-gather", "likely", _EXCHANGED_FILE if file else _EXCHANGED_ENTRY
+    if stale:
+        return "fsdp-gather", "certain", _STALE_FOLDER
+    if file:
+        return (
+            "race",
+            "likely",
+            f"Look for what writes {file}: another process, or a second model that is offloaded to the same folder.",
+        )
+    if moved:
+        return "fsdp-gather", "possible", _REPLACED_ENTRY
+    return "race", "likely", _WRITE_UNSEEN
+
+
+_STALE_FOLDER: Final = (
+    "The offload folder is an older one: disk_offload() keeps the files that it finds. Give it an empty folder, or delete"
+    " this one."
+)
+_EXCHANGED_FILE: Final = (
+    "The offload folder has another tensor's values under this name: files were exchanged, or its index names the wrong"
+    " one. Offload into an empty folder, and compare the names of the checkpoint with those of the model."
+)
+_EXCHANGED_ENTRY: Final = (
+    "The state dict that the model is offloaded to has another tensor's values under this name: compare its keys with the"
+    " names of the model's parameters, and look for what assigns to them."
+)
+_REPLACED_ENTRY: Final = (
+    "If the program gave the model these weights, all is right. Else look for what replaces the entry in the state dict"
+    " that the model is offloaded to, or its .data."
 )
 
 

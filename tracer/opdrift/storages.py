@@ -100,7 +100,7 @@ class StorageState:
         values: Layout -> (value id, meta id) of the present write count.
         special: None, or why its content cannot just be read.
         partial: Its last write covered a part of it only.
-        last: The value id given last; `hashed`: the one fingerprinted last.
+        last: The value id given last, unless that reads the bits as another dtype; `hashed`: the one fingerprinted last.
     """
 
     __slots__ = (

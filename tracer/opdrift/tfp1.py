@@ -179,6 +179,12 @@ def constant(bits: int, n: int, component_bytes: int) -> int:
     return one * (pow(ratio, n, P) - 1) * pow(ratio - 1, P - 2, P) % P
 
 
+def is_constant(raw: int, n: int, component_bytes: int) -> bool:
+    """Whether a digest is that of n equal components; for components of 8 bytes only if their upper half is zero."""
+    one = constant(1, n, component_bytes)
+    return raw * pow(one, P - 2, P) % P < 1 << min(8 * component_bytes, 32)
+
+
 # -- sketch and sample ----------------------------------------------------------------------------
 
 _SIGN_WORDS: Final = tuple(splitmix64(SIGN_SEED + row) for row in range(64))

@@ -106,6 +106,8 @@ class Values:
         if meta is None:
             meta = self._new_meta(meta_key)
         value = next(self._value_ids)
+        if not state.values or next(iter(state.values))[3] is dtype:
+            state.last = value
         entry = state.values[key] = (value, meta)
         row = t.value_count
         if row == VALUES:
@@ -113,7 +115,6 @@ class Values:
             row = 0
         VALUE.pack_into(t.values, row * VALUE_BYTES, value, state.id, offset, state.writes, meta)
         t.value_count = row + 1
-        state.last = value
         return entry
 
     def output(self, t: ThreadBuffers, tensor: Tensor, outputs: list[int], plan: Plan) -> None:

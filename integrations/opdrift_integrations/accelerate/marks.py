@@ -31,6 +31,7 @@ class Loaded(NamedTuple):
     known: Digest | None
     seen: str | None
     source_unchanged: bool | None
+    source_moved: bool
     tied: tuple[tuple[str, str], ...]
 
 

@@ -32,6 +32,7 @@ class Slot:
         aliased: The last load copied nothing: the module used the source itself.
         source: The memory that it was last loaded from, and `named`: what that was called then, and how often it had
             been written.
+        moved: The memory that it was last loaded from was another than at the load before.
         tied: ((name, the name that was loaded from the same memory before),)
         forms: Direction -> its last move, and what writes a mark that says the same.
     """
@@ -48,6 +49,7 @@ class Slot:
     aliased: bool = False
     source: Callable[[], torch.UntypedStorage | None] = lambda: None
     named: tuple[str, int] | None = None
+    moved: bool = False
     tied: tuple[tuple[str, str], ...] = ()
     forms: dict[str, tuple[Move, Callable[..., None]]] = field(default_factory=dict)
 

@@ -17,7 +17,7 @@ the recorder does not know it) and `phase`: "attach" (a hook is put on the modul
           load is lost). Where it is false, `mismatch` [{parameter, offset, numel, differing, zeros}] and
           `holds` (names whose content it is instead).
           A load has `known` (digest of the source when last seen), `seen` (when: "attach", "write" or "load") and
-          `source_unchanged`; a drop has `rebound` (the module's tensor lies elsewhere than what was loaded), and no
+          `source_unchanged`, and `source_moved` (it is other memory than at the load before); a drop has `rebound` (the module's tensor lies elsewhere than what was loaded), and no
           digests where the module shared its source's memory.
 
 Moves of whole modules (`cpu_offload_with_hook`) are one mark each, with the digests compared tensor by tensor.
@@ -270,6 +270,7 @@ class Watcher:
             known,
             seen,
             same(known, after if recast else before),
+            slot.moved,
             slot.tied,
         )
         move = self._move(slot, "load", source, new, file, before, outcome, blocking=blocking)
@@ -281,13 +282,14 @@ class Watcher:
     ) -> Digest | None:
         """Name what was loaded; return its digest where it has just been read from a file, and the recorder knows it."""
         if file is not None:
-            slot.tied = ()
+            slot.tied, slot.moved = (), False
             return self._recorder.name_tensor(new, slot.name, kind=kind)
         storage, named = source.untyped_storage(), (slot.name, self._recorder.writes(source))
-        if slot.aliased and slot.source() is storage and slot.named == named:
-            return (
-                None  # the memory has its name, and what it holds, unless that was written unseen
-            )
+        is_there = slot.source() is storage
+        slot.moved = slot.loads > 1 and not is_there
+        # the memory has its name, and what it holds is known, unless that was written unseen
+        if is_there and slot.aliased and slot.named == named:
+            return None
         slot.source, slot.named = weakref.ref(storage), named
         slot.tied = self._slots.tied(slot, source)
         self._recorder.name_tensor(new, slot.name, kind=kind)

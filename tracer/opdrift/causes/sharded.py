@@ -20,6 +20,10 @@ _STEP: Final = (
     "Look at what wrote the parameter on each side: the same optimizer and settings, the same data on all ranks, gradients"
     " divided by the same number. Compare two sharded runs, or `opdrift show TRACE --leaf NAME`, to see each step."
 )
+_LOADED: Final = (
+    "Look at what it is loaded from on that side, and since when: `opdrift show TRACE --leaf NAME`, and what `opdrift show TRACE"
+    " --findings` tells of its moves."
+)
 
 
 #: Collectives that reduce gradients.
@@ -192,12 +196,14 @@ def gathered_otherwise(e: Evidence) -> Cause | None:
             evidence.append(f"{label}: {side.place(at)} reads it")
         evidence += [f"{label}: {line}" for line in _written(side, name, ops)]
     evidence += _reductions(e)
+    sharded = any(name in sharding(side.trace) for _, side, _ in e.sides)
+    how = "gathers it from shards" if sharded else "loads it from where it was offloaded to"
     return cause(
         "structure",
         "likely",
-        f"{name} is another one in the two runs from its use in {scope(_module(e))} on, and one of them gathers it from shards",
+        f"{name} is another one in the two runs from its use in {scope(_module(e))} on, and one of them {how}",
         [*evidence, "no op that both runs have, and that it is made of, is known to differ"],
-        _STEP,
+        _STEP if sharded else _LOADED,
     )
 
 
