@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import opdrift
-from opdrift.provenance import CHAIN_LENGTH, Lineage, Provenance, provenance, summarise
+from opdrift.provenance import CHAIN_LENGTH, Lineage, Provenance, provenance
 from opdrift.testing import Builder
 from opdrift.tracefile.reader import Trace
 
@@ -426,32 +426,3 @@ def test_long_chains_end(origin: Asks) -> None:
     assert (found.kind, found.first_op) == ("drawn", "aten.rand.default")
     assert len(found.chain) == CHAIN_LENGTH
     assert found.chain[-1] == "aten.rand.default"
-
-
-def test_a_summary_counts_writers(tmp_path: Path) -> None:
-    """The sentence that esm#297 needs."""
-    with opdrift.record(tmp_path / "t", kernels="off", integrity="off") as recorder:
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Embedding(3, 4))
-        for name, parameter in model.named_parameters():
-            recorder.name_tensor(parameter, name)
-    trace = opdrift.load(tmp_path / "t")
-    lineage = Lineage(trace)
-    names = {name for name, _ in model.named_parameters()}
-    found = [lineage.of(leaf.value) for leaf in trace.leaves if leaf.name in names]
-    assert summarise(found) == "4 last written by aten.uniform_, 1 by aten.normal_, none by a copy"
-
-
-def test_a_summary_tells_what_was_not_written(origin: Asks) -> None:
-    x = torch.ones(3)
-    found = [origin(lambda: x.clone())]
-    assert summarise(found) == "1 last written by a copy"
-
-
-def test_a_summary_of_leaves() -> None:
-    build = Builder()
-    x = build.leaf("x")
-    trace = build.build()
-    assert (
-        summarise([provenance(trace, x)])
-        == "none last written by a copy, 1 not written in this run"
-    )

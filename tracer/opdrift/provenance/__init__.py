@@ -7,8 +7,6 @@ to the first writer or the leaf. It is a loop with a memory, so long chains cost
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, Literal
@@ -410,34 +408,6 @@ class Lineage:
 def provenance(trace: Trace, value: int) -> Provenance:
     """How the content of one value came to be; for many values of a trace keep one `Lineage`."""
     return Lineage(trace).of(value)
-
-
-def summarise(found: Iterable[Provenance]) -> str:
-    """Count how contents came to be: `37 last written by aten.uniform_, 2 by aten.normal_, none by a copy`."""
-    written: Counter[str] = Counter()
-    other: Counter[str] = Counter()
-    copies = 0
-    for one in found:
-        if one.kind == "copied":
-            copies += 1
-        elif one.kind in _UNWRITTEN:
-            other[_UNWRITTEN[one.kind]] += 1
-        elif one.kind == "computed":
-            other[f"computed by {short_name(one.op or 'an op')}"] += 1
-        else:
-            written[short_name(one.first_op or one.kind)] += 1
-    counted = [(count, f"by {name}") for name, count in written.most_common()]
-    counted.append((copies, "by a copy"))
-    parts = [f"{count or 'none'} {what}" for count, what in counted]
-    parts[0] = parts[0].replace(" by", " last written by", 1)
-    return ", ".join([*parts, *(f"{count} {what}" for what, count in other.most_common())])
-
-
-_UNWRITTEN: Final[dict[str, str]] = {
-    "leaf": "not written in this run",
-    "hidden": "changed with no op that wrote it",
-    "uninitialised": "never written at all",
-}
 
 
 def _ends(indices: list[int]) -> list[int]:
