@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from opdrift.commands.main import opdrift
+from opdrift.commands.run import split
 from opdrift.tracefile.opening import load
 
 Python = Callable[..., subprocess.CompletedProcess[str]]
@@ -433,3 +434,17 @@ def test_each_rank_of_a_launcher_writes_a_folder_of_its_own(tmp_path: Path, pyth
         (1, 2, True),
     ]
     assert done.stderr.count("opdrift: the trace is in t.trace\n") == 2
+
+
+@pytest.mark.parametrize(
+    ("own", "program"),
+    [
+        (["--overw"], ["train.py", "--overwrite"]),
+        (["--over", "-o", "a.trace"], ["-m", "train"]),
+        (["--lab", "a name"], ["train.py"]),
+        (["-oa.trace", "--label=x"], ["train.py", "-o", "b"]),
+    ],
+)
+def test_options_that_are_cut_short_end_where_they_would_in_full(own, program):
+    """argparse takes the beginning of an option for it; what follows a flag is the program."""
+    assert split(["run", *own, *program]) == (["run", *own], tuple(program))

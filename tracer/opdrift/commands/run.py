@@ -75,7 +75,9 @@ def split(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
             return list(arguments[:position]), tuple(arguments[position + 1 :])
         if word == "-m" or not word.startswith("-") or word == "-":
             break
-        alone = word in _FLAGS or "=" in word or (word.startswith("-o") and word != "-o")
+        # argparse takes the beginning of an option for it
+        flag = any(each.startswith(word) for each in _FLAGS)
+        alone = flag or "=" in word or (word.startswith("-o") and word != "-o")
         position += 1 if alone else 2
     return list(arguments[:position]), tuple(arguments[position:])
 
