@@ -37,7 +37,9 @@ def test_recording_changes_nothing(folder):
         assert set(said.values()) == {True}, said
 
 
-@pytest.mark.parametrize("case", ["plain", "hybrid1", "hybrid2", "tensor", "uneven", "nothing"])
+@pytest.mark.parametrize(
+    "case", ["plain", "hybrid1", "hybrid2", "compressed", "tensor", "uneven", "nothing"]
+)
 def test_right_runs_have_no_findings(folder, case):
     """Ranks with fewer batches than others, and memory that is filled after it was sharded, among them."""
     assert found_in(folder / case) == ()

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from fsdp_world import TOKENS, Net, fsdp1, local, poke, step
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.join import Join
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -53,6 +54,13 @@ def hybrid1(model: nn.Module) -> nn.Module:
 
 def hybrid2(model: nn.Module) -> nn.Module:
     return shard(model, grid("replicate", "shard"))
+
+
+def compressed(model: nn.Module) -> nn.Module:
+    """Gradients are reduced in half precision, and written back on a thread of gloo."""
+    found = DistributedDataParallel(model)
+    found.register_comm_hook(None, fp16_compress_hook)
+    return found
 
 
 class Split(nn.Module):
@@ -121,6 +129,7 @@ RIGHT: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], nn.Module]
     "plain": (Net, lambda model: model),
     "hybrid1": (Net, hybrid1),
     "hybrid2": (Net, hybrid2),
+    "compressed": (Net, compressed),
     "split-plain": (SplitNet, lambda model: model),
     "tensor": (SplitNet, tensor_parallel),
 }

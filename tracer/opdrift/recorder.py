@@ -29,6 +29,7 @@ from opdrift.errors import InvalidOptionError, RecorderStateError
 from opdrift.fingerprint.devices import Devices
 from opdrift.fingerprint.engine import load_engine
 from opdrift.fingerprint.tensors import stretches
+from opdrift.futures import following_callbacks
 from opdrift.headers import header_of, rank_here
 from opdrift.imports import watch_imports
 from opdrift.interning import Interning
@@ -306,6 +307,8 @@ class Recorder:
         self._values.rereading.opened = now()
         # what was named goes to disk with the first ops; a flush of its own takes two milliseconds
         self._owner.due = now() + FLUSH_NS
+        if torch.distributed.is_available():
+            self._stack.enter_context(following_callbacks(self._mode))
         self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     def _watch_kernels(self) -> None:
