@@ -225,6 +225,70 @@ def another_backend_with_the_same_mask_and_another_scale() -> Pair:
     )
 
 
+def written(keep: Callable[[Tensor], Tensor], low: float = float("-inf")) -> Callable[..., Tensor]:
+    """Attention written out, over the keys that `keep` makes of the truth values of the module."""
+
+    def attend(m: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+        return scores.masked_fill(~keep(m.valid), low).softmax(-1) @ v
+
+    return attend
+
+
+def kept(keep: Callable[[Tensor], Tensor] = lambda valid: valid) -> Callable[..., Tensor]:
+    return lambda m, q, k, v: scaled_dot_product_attention(q, k, v, attn_mask=keep(m.valid))
+
+
+VALID = ~PADDED[:, None, None]
+#: Padded on the left, and causal: the padding itself sees nothing.
+LEFT_PADDED = (~LATER)[None, None] & ~PADDED.flip(1)[:, None, None]
+
+
+@diverges(cause="mask", says=("hides what it keeps in the other", "33.3%", "66.7%"))
+def a_mask_is_inverted_beside_attention_that_is_written_out() -> Pair:
+    some = torch.tensor([True, True, False, True, True, False])[None, None, None]
+    return differing(kept(torch.bitwise_not), written(lambda valid: valid), valid=some)
+
+
+@diverges(cause="mask", says=("hides what it keeps in the other",))
+def a_mask_is_inverted_where_attention_is_written_out() -> Pair:
+    return differing(kept(), written(torch.bitwise_not), valid=VALID)
+
+
+@diverges(cause="mask", says=("lets through other keys", "50.0%", "83.3%"))
+def a_mask_hides_more_where_attention_is_written_out() -> Pair:
+    more = torch.tensor([True, True, True, False, False, False])
+    return differing(kept(), written(lambda valid: valid & more), valid=VALID)
+
+
+@rounds
+def one_mask_as_truth_values_and_as_low_numbers() -> Pair:
+    return differing(kept(), written(lambda valid: valid, low=-1e9), valid=VALID)
+
+
+@diverges(cause="mask", says=("2 of 12 queries", "sample 1 at 0, 1", "all of the difference"))
+def padding_that_sees_nothing_is_returned_by_both_backends() -> Pair:
+    return differing(kept(), written(lambda valid: valid, low=-1e9), valid=LEFT_PADDED)
+
+
+@rounds
+def padding_that_sees_nothing_is_read_by_nobody() -> Pair:
+    def forward(attend: Callable[..., Tensor]) -> nn.Module:
+        inner = heads(attend, valid=LEFT_PADDED)
+        return Of(lambda m, x: m.inner(x)[:, 2:], inner=inner)
+
+    return infer(
+        twins(lambda: forward(kept()), lambda: forward(written(lambda valid: valid, low=-1e9))),
+        TOKENS,
+    )
+
+
+@diverges(cause="kernel")
+def padding_that_sees_nothing_and_values_that_are_scaled() -> Pair:
+    attend = written(lambda valid: valid, low=-1e9)
+    return differing(kept(), lambda m, q, k, v: attend(m, q, k, v * 1.1), valid=LEFT_PADDED)
+
+
 @agrees
 def a_mask_that_hides_nothing_against_none() -> Pair:
     return differing(

@@ -84,6 +84,12 @@ def smallest(fingerprint: Fingerprint) -> float:
     return 0.0 if found is None else math.ldexp(1.0, found[1] - found[0])
 
 
+def spacing(fingerprint: Fingerprint) -> float:
+    """The distance from 1 to the next number of its floating-point format; 0 where it is none that is known."""
+    found = _format(fingerprint)
+    return 0.0 if found is None else math.ldexp(1.0, -found[0])
+
+
 def ulps(left: Fingerprint, right: Fingerprint) -> float | None:
     """The largest distance of two sampled components, in units in the last place of the coarser type.
 

@@ -116,10 +116,13 @@ class _Reader:
         other = op in self._case.left.regions.at or base(self._case.left.name(op)) in _PUT_TOGETHER
         if after <= _SMALLEST_CAP * before or other:
             return Received(row, before, after)
-        return self._judged(row, before, sizes)
+        overflowed = {int(outputs.position[k]) for k, _ in gone if self._overflows(k)}
+        return self._judged(row, before, sizes, overflowed)
 
-    def _judged(self, row: int, before: float, sizes: list[tuple[int, float]]) -> Received:
-        """Rule of notes diagnosis 2, output by output.
+    def _judged(
+        self, row: int, before: float, sizes: list[tuple[int, float]], overflowed: set[int]
+    ) -> Received:
+        """Rule of notes diagnosis 2, output by output; what is finite in one run only has no size that could grow.
 
         Beyond min(formula, cap) times what came in, and what rounding adds, an op amplifies; beyond the
         formula its inputs do not explain it.
@@ -127,6 +130,8 @@ class _Reader:
         view = self._case.left.views[int(self._case.pairing.left[row])]
         worst = Received(row, before, max(size for _, size in sizes))
         for slot, size in sizes:
+            if slot in overflowed:
+                continue
             bound, gain = explained(view, slot), gain_limit(view, slot)
             if bound.cannot_judge or size <= min(gain.formula, gain.cap) * before + bound.loose:
                 continue
@@ -134,6 +139,15 @@ class _Reader:
             if not worst.amplifies or beyond > worst.unexplained or size > (worst.after or 0.0):
                 worst = Received(row, before, size, slot, amplifies=True, unexplained=beyond)
         return worst
+
+    def _overflows(self, k: int) -> bool:
+        """Whether an output is finite in one run only, or not everywhere where the other is."""
+        outputs = self._case.compared.outputs
+        counts = (
+            self._case.left.nonfinite(int(outputs.left[k])),
+            self._case.right.nonfinite(int(outputs.right[k])),
+        )
+        return counts[0] != counts[1]
 
     def _relative(self, slots: Slots, k: int) -> float | None:
         key = int(slots.left[k]), int(slots.right[k])

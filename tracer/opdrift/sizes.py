@@ -16,6 +16,7 @@ from opdrift.orders import same_order
 from opdrift.origins.kinds import draws
 from opdrift.origins.model import Origin
 from opdrift.origins.updates import change_of, contents_of, unlike
+from opdrift.tracefile.fingerprints import Fingerprint
 
 #: Ops of a region whose bounds are added up.
 _REGION: Final = 500
@@ -99,19 +100,25 @@ def _difference(case: Case, origin: Origin) -> Difference | None:
 
 def measure(case: Case, left: int, right: int) -> Difference | None:
     """The difference of two values, None where one of them was not fingerprinted."""
+    prints = prints_of(case, left, right)
+    return None if prints is None else difference(*prints)
+
+
+def prints_of(case: Case, left: int, right: int) -> tuple[Fingerprint, Fingerprint] | None:
+    """Fingerprints of all elements of two values, in one order for both; None where none are known."""
     a, b = case.left.fingerprint(left), case.right.fingerprint(right)
     if a is None or b is None:
         both = None
         if not case.by_sample:  # the whole batch's fingerprint says nothing of one sample
             both = same_order(case.left.contents, left, case.right.contents, right)
         if both is not None:
-            return difference(*both)
+            return both
         # two views that lie alike in storages whose contents are known: the storages' difference
         a, b = case.left.nearest_fingerprint(left), case.right.nearest_fingerprint(right)
         alike = case.left.contents.lies(left) == case.right.contents.lies(right)
         if a is None or b is None or a.n != b.n or not alike:
             return None
-    return difference(a, b)
+    return a, b
 
 
 def _computing_precision(case: Case, origin: Origin) -> float | None:

@@ -102,6 +102,8 @@ class SignatureTokens:
         slots: Names of the tensor arguments.
         counted: Per tensor argument, whether the op looks at its content.
         view, uninitialised, factory, seeded: As OpInfo says; a factory has no tensor to start from.
+        cast: It makes a tensor of another type, or in another place, of one.
+    cast: It makes a tensor of another type, or place, of one.
     """
 
     full: int
@@ -115,6 +117,7 @@ class SignatureTokens:
     uninitialised: bool
     factory: bool
     seeded: bool
+    cast: bool
 
 
 def family(name: str) -> str:
@@ -167,6 +170,7 @@ def tokens_of(signature: Signature) -> SignatureTokens:
         and not any(_counts(info, name) for name in names)
         and not info.mutates,
         seeded=info.seeded,
+        cast=base(info.name) == "_to_copy" and len(names) == 1,
     )
 
 
@@ -247,6 +251,7 @@ class OpTokens:
         self.uninitialised = self._column(lambda t: t.uninitialised, np.bool_)
         self.factory = self._column(lambda t: t.factory, np.bool_)
         self.seeded = self._column(lambda t: t.seeded, np.bool_)
+        self.cast = self._column(lambda t: t.cast, np.bool_)
 
     def _column(
         self, of: Callable[[SignatureTokens], object], dtype: type[np.generic] = np.uint64

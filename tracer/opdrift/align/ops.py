@@ -58,6 +58,22 @@ class Pairs:
         if len(doubtful):
             in_scope = weak == _WEAK_IN_SCOPE
             self._drop_unsupported(i[doubtful], j[doubtful], in_scope=in_scope)
+        self._drop_other_casts(i, j)
+
+    def _drop_other_casts(self, i: Ints, j: Ints) -> None:
+        """Drop pairs of casts of which one casts an input of the run, and the other what the run computed.
+
+        A weight may be computed in one run, gathered or drawn, and be there from the start in the other.
+        """
+        casts = self.left.tokens.cast[i] & self.right.tokens.cast[j] & (self.right_of[i] == j)
+        a, b = i[casts], j[casts]
+        made, given = [], []
+        for side, ops, weights in zip((self.left, self.right), (a, b), self._weights, strict=True):
+            source = side.root[side.trace.ops.inputs.values[side.trace.ops.inputs.offsets[ops]]]
+            made.append(side.maker[source] >= 0)
+            given.append((side.maker[source] < 0) & (weights[source] == 0))
+        for op in a[(made[0] & given[1]) | (given[0] & made[1])].tolist():
+            self.drop(op)
 
     def _drop_unsupported(self, i: Ints, j: Ints, *, in_scope: bool) -> None:
         """Drop the pairs that have no input in common: by content, or because a pair that stays made it.

@@ -21,6 +21,7 @@ from opdrift.causes import (
     inflight,
     inputs,
     kernels,
+    keyless,
     masking,
     memory,
     moved,
@@ -30,6 +31,7 @@ from opdrift.causes import (
     quantisation,
     randomness,
     sharded,
+    splitproducts,
     structure,
     unseen,
 )
@@ -41,6 +43,7 @@ __all__ = ["CAUSES", "Evidence", "Shared", "causes_of"]
 #: Slug -> function, from specific to general.
 CAUSES: Final[dict[str, Callable[[Evidence], Cause | None]]] = {
     "rounding-gathered": sharded.updated_alike,
+    "split-products": splitproducts.split_products,
     "rounding": kernels.rounding,
     "padded-mask": batch.padded_mask,
     "padded-positions": batch.padded_positions,
@@ -67,6 +70,8 @@ CAUSES: Final[dict[str, Callable[[Evidence], Cause | None]]] = {
     "kv-cache": arguments.kv_cache,
     "mask-exchanged": exchanged.mask_exchanged,
     "mask-on-one-side": masking.mask_on_one_side,
+    "mask-otherwise": masking.mask_otherwise,
+    "mask-without-keys": keyless.no_key,
     "mask-decided-otherwise": masking.decided_otherwise,
     "mask-leaf": masking.mask_leaf,
     "mask": masking.mask,

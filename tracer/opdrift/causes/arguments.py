@@ -7,6 +7,7 @@ from typing import Final
 from opdrift.causes.evidence import SIDES, Evidence, cause, scope, setting
 from opdrift.causes.optimizers import COMPARE_OPTIMIZERS, scope_of, updates_parameters
 from opdrift.causes.reading import is_kept
+from opdrift.causes.splitproducts import is_split_otherwise
 from opdrift.records import Cause
 from opdrift.tokens import base
 
@@ -22,7 +23,7 @@ def op_args(e: Evidence) -> Cause | None:
     """The op was called with other non-tensor arguments."""
     settings = [s for s in e.origin.settings if s.name not in _ELSEWHERE]
     op = e.op()
-    if not settings or op is None:
+    if not settings or op is None or is_split_otherwise(e.case, e.origin):
         return None
     made = _made_here(e)
     words = [setting(s) for s in settings]

@@ -7,6 +7,7 @@ from typing import Final
 from opdrift.case import Side
 from opdrift.causes.compiled import compiled_side, doubt, ran_compiled
 from opdrift.causes.evidence import SIDES, Evidence, cause, op_names, scope, some
+from opdrift.causes.keyless import keyless
 from opdrift.causes.likeness import likeness
 from opdrift.causes.memoryformat import other_memory_format
 from opdrift.causes.nondeterministic import NONDETERMINISTIC, SPARSE
@@ -73,7 +74,7 @@ def nondeterministic_op(e: Evidence) -> Cause | None:
 
 def rounding(e: Evidence) -> Cause | None:
     """The same arithmetic in another order: the size is what rounding gives."""
-    if e.size.material:
+    if e.size.material or keyless(e.case, e.origin) is not None:
         return None
     if e.origin.kind == "leaf":
         return _leaf_rounding(e)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Final
 
 from opdrift.case import Side
 from opdrift.causes.evidence import Evidence, cause, scope, setting
 from opdrift.causes.reading import AROUND_MASKS, HIDES, MASK_ARGUMENTS, MASKING_OPS, reads_as_mask
+from opdrift.causes.shown import Shown, inverted, keys_of, shown
 from opdrift.records import Cause, TensorArgument
 from opdrift.tokens import base
 
@@ -239,6 +241,67 @@ def mask_on_one_side(e: Evidence) -> Cause | None:
         ],
         _REMEDY,
     )
+
+
+def mask_otherwise(e: Evidence) -> Cause | None:
+    """The runs attend by different ops, and both hide keys, but not the same: another share of them, or the opposite."""
+    found = both_shown(e)
+    if found is None or not e.size.material:
+        return None
+    left, right = found
+    opposite = inverted(left, right)
+    if not opposite and left.least <= right.most and right.least <= left.most:
+        return None
+    where = scope(e.sides[0][1].module(left.masks[0].op))
+    what = "in one run hides what it keeps in the other" if opposite else "lets through other keys"
+    return cause(
+        "mask",
+        # that nothing else hides keys in either run cannot be known
+        "certain" if opposite else "likely",
+        f"the mask of attention in {where} {what}: {_share(left)} against {_share(right)} of the pairs of query and key"
+        " take part",
+        [
+            *(
+                f"{name}: {mask.how}, by which {_percent(mask.kept)} take part: {side.place(mask.op)}"
+                for (name, side, _), each in zip(e.sides, found, strict=True)
+                for mask in each.masks[:3]
+            ),
+            "both masks are made of the same truth values: one of the runs takes them for their opposite"
+            if opposite
+            else "",
+        ],
+        "Mind what True means: it keeps in attn_mask of scaled_dot_product_attention, and hides in masked_fill and in"
+        " key_padding_mask. Print both masks where attention is called; negate one, or build both in one place.",
+    )
+
+
+def both_shown(e: Evidence) -> tuple[Shown, Shown] | None:
+    """What masks of two different ways of attention let through, over the same number of keys; None where not known."""
+    if e.origin.story != "region" or e.lacks_result or e.case.by_sample:
+        return None
+    reader = e.consumer()
+    ops = [
+        [*own, *([op] if op is not None else [])]
+        for own, op in (
+            (e.origin.region.left, reader.left),
+            (e.origin.region.right, reader.right),
+        )
+    ]
+    keys = [keys_of(side, ops[n]) for n, (_, side, _) in enumerate(e.sides)]
+    if len(keys[0]) != 1 or keys[0] != keys[1]:
+        return None
+    left, right = shown(e.case.left, ops[0]), shown(e.case.right, ops[1])
+    return None if left is None or right is None else (left, right)
+
+
+def _share(each: Shown) -> str:
+    if each.least == each.most:
+        return _percent(each.most)
+    return f"{_percent(each.least)} to {_percent(each.most)}"
+
+
+def _percent(share: Fraction | None) -> str:
+    return "an unknown share" if share is None else f"{float(share):.1%}"
 
 
 def _has_lengths(e: Evidence, side: Side) -> bool:

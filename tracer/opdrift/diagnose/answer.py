@@ -26,6 +26,7 @@ from opdrift.diagnose.divergences import divergence
 from opdrift.diagnose.grouping import by_setting, grouped_leaves, without_types_that_follow
 from opdrift.diagnose.growth import growth_of
 from opdrift.diagnose.judged import Judged
+from opdrift.diagnose.noeffect import without_effect
 from opdrift.diagnose.one_sample import out_of_sight, rounding_at_results, with_effect
 from opdrift.diagnose.portions import Portions, portions_of
 from opdrift.diagnose.reach import reach_of
@@ -235,6 +236,7 @@ def _judge(
     def judge(origin: Origin) -> Judged:
         size = settled(case, origin, size_of(case, origin, tolerance))
         size = at_region(origin, out_of_sight(case, origin, size), regions)
+        size = without_effect(case, found, origin, size)
         part = narrowed(case, origin) if size.material else None
         if part is not None:
             origin, size = part, size_of(case, part, tolerance)

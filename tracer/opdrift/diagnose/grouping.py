@@ -8,6 +8,7 @@ from typing import Protocol, TypeVar
 
 from opdrift.case import Case
 from opdrift.origins.model import Origin
+from opdrift.pairs import DIFFERENT
 from opdrift.records import Cause, Sides
 from opdrift.sizes import Size
 from opdrift.tokens import family
@@ -114,7 +115,7 @@ def without_types_that_follow(case: Case, judged: Iterable[J]) -> list[J]:
             and gap.relative == 0
         )
         follows |= any(_only_casts(case, origin, types, holders) for types in of_leaves)
-        if not follows:
+        if not follows and not _equal_beside_others(case, each):
             found.append(each)
     return found
 
@@ -122,18 +123,34 @@ def without_types_that_follow(case: Case, judged: Iterable[J]) -> list[J]:
 def _only_casts(
     case: Case, origin: Origin, types: tuple[str | None, str | None], holders: set[str]
 ) -> bool:
-    """Whether all that one run has more is casts to its own type of two, in modules that hold such leaves."""
+    """Whether all that one run has more is casts to its own type of two, in or for modules that hold such leaves."""
     ops = origin.region.left, origin.region.right
+    reader = case.left.module(int(case.pairing.left[origin.row])) if origin.row >= 0 else None
     return (
         origin.kind == "structure"
         and any(ops)
         and all(
             side.name(op) == "aten._to_copy.default"
-            and side.module(op) in holders
+            and (side.module(op) in holders or reader in holders)
             and side.trace.meta(side.op(op).outputs[0]).dtype == own
             for side, own, found in zip((case.left, case.right), types, ops, strict=True)
             for op in found
         )
+    )
+
+
+def _equal_beside_others(case: Case, judged: HasCauses) -> bool:
+    """Whether the numbers are equal in both types, and what reads them reads something else that differs as well.
+
+    What comes of them is no news then: the other input tells of it.
+    """
+    origin, gap = judged.origin, judged.size.difference
+    if origin.story != "region" or origin.row < 0 or gap is None or gap.nonfinite_changed:
+        return False
+    inputs = case.compared.inputs
+    return gap.relative == 0 and any(
+        inputs.status[k] == DIFFERENT and int(inputs.position[k]) != origin.slot
+        for k in case.compared.inputs_of(origin.row)
     )
 
 
