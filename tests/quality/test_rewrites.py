@@ -54,6 +54,192 @@ def a_product_in_two_parts_and_in_four_of_which_one_is_scaled() -> Pair:
     return Pair(in_parts(2), in_parts(4, last=1.01))
 
 
+# ---- packed weights ------------------------------------------------------------------------------------------
+
+WIDE = torch.randn(3, 7, 1000, generator=torch.Generator().manual_seed(8))
+
+
+def linear(seed: int, size: int, out: int) -> nn.Linear:
+    torch.manual_seed(seed)
+    return nn.Linear(size, out, bias=False)
+
+
+GATE, UP, DOWN = linear(1, 1000, 96), linear(2, 1000, 96), linear(3, 96, 32)
+
+
+def packed(*layers: nn.Linear, scale: float = 1.0) -> nn.Linear:
+    """Layers as one, the rows of the last times a number."""
+    whole = nn.Linear(
+        layers[0].in_features, sum(layer.out_features for layer in layers), bias=False
+    )
+    with torch.no_grad():
+        whole.weight.copy_(torch.cat([*(layer.weight for layer in layers)]))
+        whole.weight[-layers[-1].out_features :] *= scale
+    return whole
+
+
+def gated(m: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
+    return m.down(nn.functional.silu(gate) * up)
+
+
+def in_two() -> nn.Module:
+    return Of(lambda m, x: gated(m, m.gate(x), m.up(x)), gate=GATE, up=UP, down=DOWN)
+
+
+def in_one(both: nn.Linear, *, swapped: bool = False) -> nn.Module:
+    order = slice(None, None, -1) if swapped else slice(None)
+    return Of(lambda m, x: gated(m, *m.both(x).chunk(2, -1)[order]), both=both, down=DOWN)
+
+
+@rounds
+def gate_and_up_are_one_product() -> Pair:
+    return infer((in_two(), in_one(packed(GATE, UP))), WIDE)
+
+
+@diverges(cause="structure", says=("holds gate.weight, up.weight one after another",))
+def gate_and_up_are_taken_for_one_another() -> Pair:
+    return infer((in_two(), in_one(packed(GATE, UP), swapped=True)), WIDE)
+
+
+@diverges(cause="weights", says=("holds, one after another, up.weight, gate.weight",))
+def gate_and_up_are_packed_in_the_other_order() -> Pair:
+    return infer((in_two(), in_one(packed(UP, GATE))), WIDE)
+
+
+@diverges(cause="weights", module="up", says=("both.weight holds other numbers",))
+def up_is_scaled_where_it_is_packed() -> Pair:
+    """The first of the two agrees up to rounding; the second is looked at all the same."""
+    return infer((in_two(), in_one(packed(GATE, UP, scale=1.01))), WIDE)
+
+
+# ---- a norm written out, and one folded away -----------------------------------------------------------------
+
+ROWS = torch.randn(4, 32, generator=torch.Generator().manual_seed(9))
+
+
+def norm() -> nn.LayerNorm:
+    torch.manual_seed(4)
+    made = nn.LayerNorm(32)
+    nn.init.normal_(made.weight)
+    return made
+
+
+def normed(*, eps: float = 1e-5, unbiased: bool = False) -> Pair:
+    """A norm in one op against the same in steps."""
+
+    def steps(m: nn.Module, x: Tensor) -> Tensor:
+        spread = x.var(-1, keepdim=True, unbiased=unbiased)
+        y = (x - x.mean(-1, keepdim=True)) / torch.sqrt(spread + eps)
+        return m.out(y * m.norm.weight + m.norm.bias)
+
+    made, out = norm(), linear(5, 32, 8)
+    return infer(
+        (Of(lambda m, x: m.out(m.norm(x)), norm=made, out=out), Of(steps, norm=made, out=out)), ROWS
+    )
+
+
+@rounds
+def a_norm_is_written_out() -> Pair:
+    return normed()
+
+
+@diverges(cause="op-args", says=("eps: 1e-05 against 0.001",))
+def a_norm_is_written_out_with_another_eps() -> Pair:
+    return normed(eps=1e-3)
+
+
+@diverges(cause="op-args", says=("divisor of the variance: n against n - 1",))
+def a_norm_is_written_out_with_an_unbiased_variance() -> Pair:
+    return normed(unbiased=True)
+
+
+def folded(eps: float) -> Pair:
+    """A convolution and its norm, against a convolution that the norm was folded into with an eps."""
+    torch.manual_seed(6)
+    conv, batch, out = nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8).eval(), nn.Conv2d(8, 4, 1)
+    nn.init.normal_(batch.running_mean)
+    nn.init.uniform_(batch.running_var, 0.5, 2.0)
+    other = nn.BatchNorm2d(8, eps=eps).eval()
+    other.load_state_dict(batch.state_dict())
+    both = torch.nn.utils.fuse_conv_bn_eval(conv.eval(), other)
+    return infer(
+        (
+            Of(lambda m, x: m.out(m.batch(m.conv(x)).relu()), conv=conv, batch=batch, out=out),
+            Of(lambda m, x: m.out(m.conv(x).relu()), conv=both, out=out),
+        ),
+        torch.randn(2, 3, 8, 8),
+    )
+
+
+@rounds
+def a_norm_is_folded_into_a_convolution() -> Pair:
+    """The weights differ, and the norm that the other run has makes up for it."""
+    return folded(1e-5)
+
+
+@diverges("conv.weight", cause="weights")
+def a_norm_is_folded_into_a_convolution_with_another_eps() -> Pair:
+    return folded(0.1)
+
+
+@diverges("first.weight", cause="weights")
+def weights_that_cancel_without_ops_of_one_run_alone_differ() -> Pair:
+    """A softmax takes away what is added to all: the results agree, and the weights are others all the same."""
+
+    def model(shift: float) -> nn.Module:
+        first = linear(7, 32, 32)
+        with torch.no_grad():
+            first.weight.zero_()
+            first.weight[:, 0] = shift
+        return Of(lambda m, x: (m.first(x) + x).softmax(-1), first=first)
+
+    return infer((model(1.0), model(2.0)), ROWS)
+
+
+# ---- rotary halves -------------------------------------------------------------------------------------------
+
+
+def rotated(m: nn.Module, x: Tensor, *, interleaved: bool) -> Tensor:
+    """Attention of two heads of 16 whose halves, or whose neighbours, are turned."""
+    b, t, _ = x.shape
+    q, k, v = (layer(x).view(b, t, 2, 16).transpose(1, 2) for layer in (m.q, m.k, m.v))
+    angles = torch.arange(float(t))[:, None] * 100.0 ** -(torch.arange(8.0) / 8)
+    cos, sin = angles.cos(), angles.sin()
+
+    def turn(y: Tensor) -> Tensor:
+        one, two = (y[..., ::2], y[..., 1::2]) if interleaved else y.chunk(2, -1)
+        new = one * cos - two * sin, two * cos + one * sin
+        return torch.stack(new, -1).flatten(-2) if interleaved else torch.cat(new, -1)
+
+    y = nn.functional.scaled_dot_product_attention(turn(q), turn(k), v, is_causal=True)
+    return m.out(y.transpose(1, 2).reshape(b, t, 32))
+
+
+def rotary(*, permuted: bool) -> Pair:
+    """Halves on the left; neighbours on the right, with the rows of query and key in their order, or not."""
+    layers = {name: linear(seed, 32, 32) for seed, name in enumerate(("q", "k", "v", "out"), 10)}
+    others = dict(layers)
+    for name in ("q", "k") if permuted else ():
+        others[name] = nn.Linear(32, 32, bias=False)
+        rows = layers[name].weight.view(2, 2, 8, 32).transpose(1, 2).reshape(32, 32)
+        others[name].weight = nn.Parameter(rows.contiguous().detach())
+    models = (
+        Of(lambda m, x: rotated(m, x, interleaved=False), **layers),
+        Of(lambda m, x: rotated(m, x, interleaved=True), **others),
+    )
+    return infer(models, torch.randn(2, 5, 32))
+
+
+@rounds
+def rotary_neighbours_with_permuted_weights_for_rotary_halves() -> Pair:
+    return rotary(permuted=True)
+
+
+@diverges(cause="structure", says=("split", "slice"))
+def rotary_neighbours_with_the_weights_of_rotary_halves() -> Pair:
+    return rotary(permuted=False)
+
+
 # ---- equal numbers in two types --------------------------------------------------------------------------------
 
 

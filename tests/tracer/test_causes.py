@@ -1312,6 +1312,7 @@ OTHER_RULES = {
     "structure-updated",
     "weights-exchanged",
     "weights-kept",
+    "weights-packed",
     "weights-retied",
     "weights-written",
 }

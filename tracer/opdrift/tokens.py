@@ -66,6 +66,8 @@ WORKSPACES: Final = {
 _WORKSPACE_NAMES: Final = frozenset({"workspace", "reserve", "reserveSpace"})
 #: Arguments through which a caller says where the result shall go.
 _OUT_NAMES: Final = frozenset({"out", "out0", "out1", "out2", "out3"})
+#: Ops that return what they are given in new memory.
+_COPIES: Final = frozenset({"_to_copy", "_unsafe_view", "clone", "contiguous"})
 _OLD: Final = np.uint64(0x9E3779B97F4A7C15)
 _A, _B = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
@@ -103,6 +105,7 @@ class SignatureTokens:
         counted: Per tensor argument, whether the op looks at its content.
         view, uninitialised, factory, seeded: As OpInfo says; a factory has no tensor to start from.
         cast: It makes a tensor of another type, or in another place, of one.
+        moves: It returns the elements of one tensor, as a view or a copy.
     cast: It makes a tensor of another type, or place, of one.
     """
 
@@ -118,6 +121,7 @@ class SignatureTokens:
     factory: bool
     seeded: bool
     cast: bool
+    moves: bool
 
 
 def family(name: str) -> str:
@@ -171,6 +175,7 @@ def tokens_of(signature: Signature) -> SignatureTokens:
         and not info.mutates,
         seeded=info.seeded,
         cast=base(info.name) == "_to_copy" and len(names) == 1,
+        moves=(info.view or base(info.name) in _COPIES) and not info.mutates and len(names) == 1,
     )
 
 
@@ -251,6 +256,7 @@ class OpTokens:
         self.uninitialised = self._column(lambda t: t.uninitialised, np.bool_)
         self.factory = self._column(lambda t: t.factory, np.bool_)
         self.seeded = self._column(lambda t: t.seeded, np.bool_)
+        self.moves = self._column(lambda t: t.moves, np.bool_)
         self.cast = self._column(lambda t: t.cast, np.bool_)
 
     def _column(

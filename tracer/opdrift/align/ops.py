@@ -59,6 +59,23 @@ class Pairs:
             in_scope = weak == _WEAK_IN_SCOPE
             self._drop_unsupported(i[doubtful], j[doubtful], in_scope=in_scope)
         self._drop_other_casts(i, j)
+        self._drop_other_weights(i, j)
+        if not self.left.by_sample:
+            self._drop_other_moves(i, j)
+
+    def _drop_other_weights(self, i: Ints, j: Ints) -> None:
+        """Drop pairs of ops that compute with weights of other names and sizes: one packed projection for three."""
+        a, b = self.left.trace.ops.inputs, self.right.trace.ops.inputs
+        both = np.minimum(a.offsets[i + 1] - a.offsets[i], b.offsets[j + 1] - b.offsets[j])
+        x, y = a.values[spread(a.offsets[i], both)], b.values[spread(b.offsets[j], both)]
+        mine = self._weight_states[0][self.left.states.of[x]]
+        theirs = self._weight_states[1][self.right.states.of[y]]
+        sizes = self.left.layouts.size[x] != self.right.layouts.size[y]
+        other = (mine != 0) & (theirs != 0) & (mine != theirs) & sizes
+        row = np.repeat(np.arange(len(i)), both)
+        for k in np.unique(row[other]).tolist():
+            if self.right_of[i[k]] == j[k]:
+                self.drop(int(i[k]))
 
     def _drop_other_casts(self, i: Ints, j: Ints) -> None:
         """Drop pairs of casts of which one casts an input of the run, and the other what the run computed.
@@ -73,6 +90,22 @@ class Pairs:
             made.append(side.maker[source] >= 0)
             given.append((side.maker[source] < 0) & (weights[source] == 0))
         for op in a[(made[0] & given[1]) | (given[0] & made[1])].tolist():
+            self.drop(op)
+
+    def _drop_other_moves(self, i: Ints, j: Ints) -> None:
+        """Drop pairs of ops that only move elements, of which they move other numbers that no pair made."""
+        moves = self.left.tokens.moves[i] & self.right.tokens.moves[j] & (self.right_of[i] == j)
+        a, b = i[moves], j[moves]
+        x = self.left.trace.ops.inputs.values[self.left.trace.ops.inputs.offsets[a]]
+        y = self.right.trace.ops.inputs.values[self.right.trace.ops.inputs.offsets[b]]
+        p, q = self.left.maker[self.left.root[x]], self.right.maker[self.right.root[y]]
+        made = (p >= 0) & (q >= 0)
+        apart = (
+            made
+            & (self.right_of[p] != q)
+            & (self.left.layouts.size[x] != self.right.layouts.size[y])
+        )
+        for op in a[apart].tolist():
             self.drop(op)
 
     def _drop_unsupported(self, i: Ints, j: Ints, *, in_scope: bool) -> None:
@@ -117,6 +150,11 @@ class Pairs:
         """Per value a word for the name of the parameter or buffer that it is, 0 for others; per side."""
         return _weights_of(self.left), _weights_of(self.right)
 
+    @cached_property
+    def _weight_states(self) -> tuple[Words, Words]:
+        """The same per state of a storage, for views; 0 also where several weights lie in one."""
+        return _of_states(self.left, self._weights[0]), _of_states(self.right, self._weights[1])
+
     def _may_be(self, i: int, j: int) -> bool:
         """Whether two ops of one name in one call can be the same although no input shows it.
 
@@ -141,6 +179,15 @@ def _weights_of(contents: Contents) -> Words:
     for leaf in contents.trace.leaves:
         if leaf.name and leaf.kind in ("parameter", "buffer"):
             found[leaf.value] = word(leaf.name)
+    return found
+
+
+def _of_states(contents: Contents, weights: Words) -> Words:
+    found = np.zeros(len(contents.states.writer), np.uint64)
+    values = np.flatnonzero(weights)
+    states = contents.states.of[values]
+    found[states] = weights[values]
+    found[states[found[states] != weights[values]]] = 0
     return found
 
 

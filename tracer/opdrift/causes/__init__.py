@@ -25,6 +25,7 @@ from opdrift.causes import (
     masking,
     memory,
     moved,
+    packed,
     parameters,
     positions,
     precision,
@@ -62,6 +63,7 @@ CAUSES: Final[dict[str, Callable[[Evidence], Cause | None]]] = {
     "rng": randomness.rng,
     "weights-retied": parameters.retied,
     "weights-written": parameters.weights_written,
+    "weights-packed": packed.packed_weights,
     "weights-exchanged": exchanged.weights_exchanged,
     # what a run did not come to is no mask, padding or cache that it lacks
     "raised": structure.raised,

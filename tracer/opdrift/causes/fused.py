@@ -24,6 +24,8 @@ _ACTIVATIONS: Final = frozenset(
     ["relu", "gelu", "silu", "tanh", "sigmoid", "elu", "leaky_relu", "hardswish", "mish"]
 )
 _SOFTMAX: Final = frozenset(["_softmax", "_safe_softmax", "softmax"])
+_ROOTS: Final = frozenset(["sqrt", "rsqrt"])
+_VARIANCES: Final = frozenset(["var", "var_mean", "std", "std_mean"])
 #: Scales are computed in float64 and written as float32, or taken as a product of two roots.
 _SAME: Final = 1e-5
 #: On a GPU torch pads heads to a multiple of this before flash attention.
@@ -34,7 +36,14 @@ def fused_args(e: Evidence) -> Cause | None:
     """The runs take different paths, and a setting that both paths have differs."""
     if e.origin.story != "region" or not e.size.material or not e.ops_of(0) or not e.ops_of(1):
         return None
-    found = [*_shared_arguments(e), *_scales(e), *_head_sizes(e), *_activations(e)]
+    found = [
+        *_shared_arguments(e),
+        *_added_eps(e),
+        *_corrections(e),
+        *_scales(e),
+        *_head_sizes(e),
+        *_activations(e),
+    ]
     if not found:
         return None
     op = e.op()
@@ -69,6 +78,51 @@ def _values(side: Side, ops: list[int], name: str) -> Iterator[Argument]:
         given = {**signature.op.defaults, **dict(signature.arguments)}
         if isinstance(given.get(name), int | float | str):
             yield given[name]
+
+
+def _added_eps(e: Evidence) -> list[str]:
+    """The eps of a norm in one op against what the other side adds before its root."""
+    for n in (0, 1):
+        side, other = e.sides[n][1], e.sides[1 - n][1]
+        own = {v for v in _values(side, e.ops_of(n), "eps") if isinstance(v, float)}
+        parts = e.ops_of(1 - n)
+        added = {v for op in parts if (v := _before_root(other, op, parts)) is not None}
+        if len(own) != 1 or len(added) != 1:
+            continue
+        (eps,), (number,) = own, added
+        if not math.isclose(eps, number, rel_tol=_SAME):
+            left, right = (eps, number) if n == 0 else (number, eps)
+            return [f"eps: {left:.6g} against {right:.6g}"]
+    return []
+
+
+def _before_root(side: Side, op: int, ops: list[int]) -> float | None:
+    """The number that an op adds to a tensor of which a later op of the same stretch takes a root."""
+    if base(side.name(op)).rstrip("_") != "add":
+        return None
+    number = dict(side.op(op).signature.arguments).get("other")
+    if not isinstance(number, float) or not 0 < number < 1:
+        return None
+    made = set(side.trace.ops.outputs[op].tolist())
+    roots = (i for i in ops if i > op and base(side.name(i)).rstrip("_") in _ROOTS)
+    return number if any(made & set(side.trace.ops.inputs[i].tolist()) for i in roots) else None
+
+
+def _corrections(e: Evidence) -> list[str]:
+    """A norm in one op, which divides by n, against a variance that divides by n - 1."""
+    for n in (0, 1):
+        side, other = e.sides[n][1], e.sides[1 - n][1]
+        norms = [op for op in e.ops_of(n) if "norm" in base(side.name(op))]
+        given = [
+            dict(other.op(op).signature.arguments).get("correction", 1)
+            for op in e.ops_of(1 - n)
+            if base(other.name(op)) in _VARIANCES
+        ]
+        if norms and given and all(isinstance(c, int | float) and c == 1 for c in given):
+            words = "n", "n - 1 (unbiased=True)"
+            left, right = words if n == 0 else words[::-1]
+            return [f"divisor of the variance: {left} against {right}"]
+    return []
 
 
 def _scales(e: Evidence) -> list[str]:

@@ -247,6 +247,7 @@ def _judge(
         *(judge(o) for o in found.origins if o.kind != "leaf"),
     ]
     origins = [j for j in origins if not _is_told_inside(case, j, origins)]
+    origins = [j for n, j in enumerate(origins) if not _is_told_before(j, origins[:n])]
 
     def unexplained(known: Sequence[Judged]) -> Iterator[Judged]:
         # with a material origin upstream, a large difference further down is no news
@@ -270,6 +271,20 @@ def _is_told_inside(case: Case, judged: Judged, others: Sequence[Judged]) -> boo
         is_inside(case, judged.origin, other.origin)
         for other in others
         if other.size.material or not judged.size.material
+    )
+
+
+def _is_told_before(judged: Judged, before: Sequence[Judged]) -> bool:
+    """Whether an op that only one run has stands in an earlier stretch as well, which is material already."""
+    own = judged.origin.region
+    return judged.origin.story == "region" and any(
+        other.size.material
+        and other.origin.story == "region"
+        and bool(
+            set(own.left) & set(other.origin.region.left)
+            or set(own.right) & set(other.origin.region.right)
+        )
+        for other in before
     )
 
 

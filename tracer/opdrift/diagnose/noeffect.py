@@ -3,28 +3,78 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Final
 
 from opdrift.case import Case
 from opdrift.causes.keyless import keyless
+from opdrift.causes.likeness import likeness
 from opdrift.causes.splitproducts import is_split_otherwise
 from opdrift.diagnose.one_sample import rounding_at_results
 from opdrift.origins.effects import Effects
+from opdrift.origins.kinds import computes
 from opdrift.origins.model import Origin
+from opdrift.origins.regions import region_of
 from opdrift.origins.search import Found
-from opdrift.sizes import Size
+from opdrift.sizes import Size, at_reader
+
+#: What is made of other weights is that much further apart than rounding, where they are made up for later.
+_LARGE: Final = 100
 
 
 def without_effect(case: Case, found: Found, origin: Origin, size: Size) -> Size:
-    """The size of an origin; rounding where all results agree although partial sums, or rows of padding, do not.
+    """The size of an origin; rounding where all results agree although something on the way does not.
 
-    Other differences are material even where the results of this run do not show them.
+    That is so of partial sums, of queries that have no key, of numbers in another order, and of weights that one run
+    folds something into which the other computes apart. Other differences are material even where the results of this run do not show them.
     """
-    if not size.material or not (is_split_otherwise(case, origin) or keyless(case, origin)):
+    if not size.material or case.by_sample:
         return size
     sinks = [s for s in found.sinks if s.differs]
     known = all(s.left is not None and s.right is not None for s in sinks)
     if not sinks or not known:
         return size
     limit = rounding_at_results(case)
-    differs = Effects(case, sinks, limit).result_differs(1)
-    return size if differs else replace(size, bound=None, limit=None, material=False)
+    effects = Effects(case, sinks, limit)
+    if effects.result_differs(1):
+        return size
+    if is_split_otherwise(case, origin) or keyless(case, origin):
+        return replace(size, bound=None, limit=None, material=False)
+    if _is_rearranged(case, origin) or _made_up_for(case, origin, effects, limit):
+        return replace(size, limit=limit, material=False)
+    return size
+
+
+def _is_rearranged(case: Case, origin: Origin) -> bool:
+    """Whether a weight, or what each run computes in its own way, holds the same numbers in another order."""
+    left, right = origin.values.left, origin.values.right
+    is_weight = origin.leaf.left is not None and origin.leaf.left.kind == "parameter"
+    if left is None or right is None or not (origin.story == "region" or is_weight):
+        return False
+    a, b = case.left.fingerprint(left), case.right.fingerprint(right)
+    like = likeness(a, b) if a is not None and b is not None else None
+    return like is not None and like.kind == "rearranged"
+
+
+def _made_up_for(case: Case, origin: Origin, effects: Effects, limit: float) -> bool:
+    """Whether a weight differs, much of what is made of it does, and ops of one run alone make up for that.
+
+    A norm that is folded into a convolution, rows in the order of another rotary embedding: without ops
+    of its own a run that agrees again only happens to.
+    """
+    leaf = origin.leaf.left
+    if origin.kind != "leaf" or origin.row < 0 or leaf is None or leaf.kind != "parameter":
+        return False
+    gap, _ = at_reader(case, origin.row)
+    if gap is None or gap.relative is None or gap.relative <= _LARGE * limit:
+        return False
+    slots = effects.last_slots(origin.row)
+    return bool(slots) and all(_differ_in_ops(case, slot) for slot in slots)
+
+
+def _differ_in_ops(case: Case, slot: int) -> bool:
+    """Whether what a pair reads was computed by ops that only one of the runs has."""
+    inputs = case.compared.inputs
+    ops = region_of(case, int(inputs.left[slot]), int(inputs.right[slot])).ops
+    return any(computes(case.left, op) for op in ops.left) or any(
+        computes(case.right, op) for op in ops.right
+    )

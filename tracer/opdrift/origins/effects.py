@@ -87,6 +87,17 @@ class Effects:
                 return None
         return sorted(ended - reached, key=lambda r: int(case.pairing.left[r]))
 
+    def last_slots(self, start: int) -> list[int]:
+        """Inputs at which what differs at a pair has ended, or ends: those agree, or what is made of them does."""
+        reached, ended = self._follow(start)
+        inputs = self._case.compared.inputs
+        return [
+            slot
+            for row in reached
+            for slot in self._readers[row]
+            if not self._arrives(slot) or int(inputs.pair[slot]) in ended
+        ]
+
     def result_differs(self, times: float) -> bool:
         """Whether a result differs by more than so many times what rounding grows to."""
         gaps = [

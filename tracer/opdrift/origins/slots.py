@@ -8,12 +8,14 @@ from dataclasses import replace
 import numpy as np
 
 from opdrift.case import Case, Side
+from opdrift.origins.kinds import computes
 from opdrift.origins.leaves import order_of
 from opdrift.origins.model import NO_LEAF, Origin, Story
 from opdrift.origins.regions import Region, is_sum, region_of, representative, unseen_results
 from opdrift.pairs import EQUAL
 from opdrift.records import DivergenceKind, Leaf, Sides
 from opdrift.shards import puts_together
+from opdrift.sizes import size_of
 
 #: How many earlier writes of a storage are looked at for one that the other run stopped at.
 _LOOK_BACK = 64
@@ -361,9 +363,8 @@ class SlotJudge:
         gathered = self._gathered(left, right)
         behind = region_of(case, left, right, since_agreed=gathered is not None)
         region = unseen_results(case, behind, left, right)
-        if self._ops.left.intersection(region.ops.left) or self._ops.right.intersection(
-            region.ops.right
-        ):
+        shared = self._told(region)
+        if any(shared) and (all(shared) or gathered is not None):
             return None
         limit = order_of(case, seen.consumer)
         if any(self._tainted(case.left, 0, v, limit) for v in region.boundary.left):
@@ -384,7 +385,21 @@ class SlotJudge:
         # of a product and a sum in one op and their steps in the other run, the one op is shown
         shown = stands.left is not None and is_sum(case.left, stands.left)
         other = stands.right is not None and is_sum(case.right, stands.right)
+        if any(shared) and not size_of(case, found, None).material:
+            return None  # one packed product for three: the first of them tells of the rest
         return replace(found, on_right=stands.left is not None and other and not shown)
+
+    def _told(self, region: Region) -> list[bool]:
+        """Per side that has ops of its own: whether one of those that compute stands for something reported."""
+        found = []
+        for side, known, ops in (
+            (self._case.left, self._ops.left, region.ops.left),
+            (self._case.right, self._ops.right, region.ops.right),
+        ):
+            own = [op for op in ops if computes(side, op)] or ops
+            if own:
+                found.append(not known.isdisjoint(own))
+        return found
 
     def _gathered(self, left: int, right: int) -> Sides[Leaf | None] | None:
         """The parameter that both values are, gathered in one run at least and written by other ops in each."""
