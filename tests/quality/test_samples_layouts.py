@@ -14,6 +14,8 @@ from opdrift.batch import Batch
 from opdrift.records import Diagnosis
 
 LENGTHS = (5, 9, 7)
+#: Products over so many numbers are added in another order for other numbers of rows, on one thread as well.
+ROUNDING = 1000
 
 
 @pytest.fixture(autouse=True)
@@ -122,11 +124,15 @@ def test_a_buffer_that_does_not_count_is_not_called_positions(tmp_path: Path):
 
 
 class Stepping(nn.Module):
-    """A recurrent layer with the length in front."""
+    """A recurrent layer with the length in front, perhaps behind a product that rounds by the number of its rows."""
 
-    def __init__(self, both_ways: bool) -> None:
+    def __init__(self, both_ways: bool, rounds: bool = False) -> None:
         super().__init__()
-        self.words = nn.Embedding(20, 8)
+        self.words = (
+            nn.Sequential(nn.Embedding(20, ROUNDING), nn.Linear(ROUNDING, 8))
+            if rounds
+            else nn.Embedding(20, 8)
+        )
         self.layer = nn.GRU(8, 8, bidirectional=both_ways)
         self.head = nn.Linear(16 if both_ways else 8, 4)
 
@@ -134,10 +140,11 @@ class Stepping(nn.Module):
         return self.head(self.layer(self.words(ids))[0])
 
 
+@pytest.mark.parametrize("rounds", [False, True])
 @pytest.mark.parametrize("both_ways", [True, False])
-def test_steps_that_begin_in_the_padding_are_named(tmp_path: Path, both_ways: bool):
+def test_steps_that_begin_in_the_padding_are_named(tmp_path: Path, both_ways: bool, rounds: bool):
     """Backwards the layer reads padding first; forwards it reads the sample first, and all is well."""
-    model = made(lambda: Stepping(both_ways))
+    model = made(lambda: Stepping(both_ways, rounds))
     each, padded = tokens("right")
     inputs = [each[0][:, None]], [padded.t().contiguous()]
 
@@ -214,18 +221,22 @@ def test_room_that_samples_share_is_no_matter_of_shapes(tmp_path: Path, room: in
 class Cut(nn.Module):
     """The same numbers, cut into more or fewer heads."""
 
-    def __init__(self, heads: int) -> None:
+    def __init__(self, heads: int, size: int) -> None:
         super().__init__()
-        self.layer, self.heads = nn.Linear(32, 32), heads
+        self.layer, self.heads = nn.Linear(size, 32), heads
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x).unflatten(-1, (self.heads, -1)).softmax(-1).flatten(-2)
 
 
+@pytest.mark.parametrize("size", [32, ROUNDING])
 @pytest.mark.parametrize("heads", [(4, 2), (4, 4)])
-def test_another_shape_of_the_sample_itself_is_said(tmp_path: Path, heads: tuple[int, int]):
-    models = [made(lambda n=n: Cut(n)) for n in heads]
-    together = torch.randn(3, 7, 32, generator=torch.Generator().manual_seed(0))
+def test_another_shape_of_the_sample_itself_is_said(
+    tmp_path: Path, heads: tuple[int, int], size: int
+):
+    """Also where the product before it rounds otherwise for a batch."""
+    models = [made(lambda n=n: Cut(n, size)) for n in heads]
+    together = torch.randn(3, 7, size, generator=torch.Generator().manual_seed(0))
 
     found = diffed(tmp_path, models, ([together[:1].clone()], [together]), Batch(3), 0)
 

@@ -68,8 +68,8 @@ class Pairs:
         a, b = self.left.trace.ops.inputs, self.right.trace.ops.inputs
         both = np.minimum(a.offsets[i + 1] - a.offsets[i], b.offsets[j + 1] - b.offsets[j])
         x, y = a.values[spread(a.offsets[i], both)], b.values[spread(b.offsets[j], both)]
-        mine = self._weight_states[0][self.left.states.of[x]]
-        theirs = self._weight_states[1][self.right.states.of[y]]
+        mine = self.weight_states[0][self.left.states.of[x]]
+        theirs = self.weight_states[1][self.right.states.of[y]]
         sizes = self.left.layouts.size[x] != self.right.layouts.size[y]
         other = (mine != 0) & (theirs != 0) & (mine != theirs) & sizes
         row = np.repeat(np.arange(len(i)), both)
@@ -151,7 +151,7 @@ class Pairs:
         return _weights_of(self.left), _weights_of(self.right)
 
     @cached_property
-    def _weight_states(self) -> tuple[Words, Words]:
+    def weight_states(self) -> tuple[Words, Words]:
         """The same per state of a storage, for views; 0 also where several weights lie in one."""
         return _of_states(self.left, self._weights[0]), _of_states(self.right, self._weights[1])
 
@@ -222,6 +222,10 @@ def _in_order(pairs: Pairs, a: Ints, b: Ints) -> None:
     alone: an op that is put before another of its kind does not take its place.
     """
     pairs.add_refined(refine([_by_result(pairs, a, b)], effort=pairs.effort), a, b, _WEAK_IN_SCOPE)
+    if pairs.left.by_sample:
+        # steps of a recurrent layer are more in a longer batch, and those of both directions look alike
+        levels = [_known(pairs, a, b), _by_weights(pairs, a, b)]
+        pairs.add_refined(refine(levels, effort=pairs.effort), a, b, _WEAK_IN_SCOPE)
     _fed_alike(pairs, a, b, alike=True)
     levels = [_known(pairs, a, b), _by_name(pairs, a, b)[0]]
     pairs.add_refined(refine(levels, effort=pairs.effort), a, b, _WEAK_IN_SCOPE)
@@ -289,6 +293,27 @@ def _results(contents: Contents, ops: Ints, side: str) -> Words:
     content = np.where(has_output, contents.by_place[first], np.uint64(0))
     speaks = (content != 0) & ~tokens.factory[ops] & ~tokens.view[ops] & ~tokens.uninitialised[ops]
     return np.where(speaks, mix(tokens.name[ops], content), _nothing(ops, side))
+
+
+def _by_weights(pairs: Pairs, a: Ints, b: Ints) -> Level:
+    """The same op with weights of the same names; one that nothing equals for ops without any."""
+    named = pairs.weight_states
+    return Level(
+        _named(pairs.left, a, named[0], "left"),
+        _named(pairs.right, b, named[1], "right"),
+        anchored=True,
+    )
+
+
+def _named(contents: Contents, ops: Ints, named: Words, side: str) -> Words:
+    inputs = contents.trace.ops.inputs
+    lengths = inputs.offsets[ops + 1] - inputs.offsets[ops]
+    if not lengths.sum():
+        return _nothing(ops, side)
+    weights = named[contents.states.of[inputs.values[spread(inputs.offsets[ops], lengths)]]]
+    summed = np.add.reduceat(np.append(weights, np.uint64(0)), np.cumsum(lengths) - lengths)
+    speaks = (lengths > 0) & (summed != 0)
+    return np.where(speaks, mix(contents.tokens.name[ops], summed), _nothing(ops, side))
 
 
 def _by_inputs(pairs: Pairs, a: Ints, b: Ints, *, alike: bool) -> Level:

@@ -324,7 +324,8 @@ def _other_result(e: Evidence) -> Cause | None:
     return cause(
         "kernel",
         "likely" if ran or other_calls(e) or len(devices) > 1 else "possible",
-        f"{name} in {scope(e.case.left.module(op.left))} computes something else from the same inputs"
+        f"{name} in {scope(e.case.left.module(op.left))} computes something else from"
+        f" {'the same inputs' if e.origin.inputs_match is not False else 'inputs that differ by less'}"
         + (f": {ran.sentence}" if ran else ""),
         evidence,
         (f"{ran.pin}, and compare again. " if ran else "")

@@ -175,7 +175,7 @@ def reshaped(e: Evidence) -> Cause | None:
     """The same op reads the same numbers in other shapes."""
     op = e.origin.op
     if (
-        e.origin.story not in ("op", "factory")
+        e.origin.story not in ("op", "factory", "amplified")
         or op.left is None
         or op.right is None
         or e.origin.settings
@@ -192,12 +192,15 @@ def reshaped(e: Evidence) -> Cause | None:
     name = e.case.left.name(op.left)
     return cause(
         "structure",
-        "certain",
+        # behind rounding, that the numbers are the same is not proved by their digests
+        "likely" if e.origin.story == "amplified" else "certain",
         f"{name} in {scope(e.case.left.module(op.left))} reads the same numbers in another shape: {', '.join(shapes[0])}"
         f" against {', '.join(shapes[1])}",
         [
             *(f"{label}: {side.place(i)}" for label, side, i in e.sides if i is not None),
-            "the elements of its inputs are equal in both runs, in row-major order",
+            "the elements of its inputs are equal in both runs, in row-major order"
+            if e.origin.story != "amplified"
+            else "what differs before it is rounding, and explains less than this",
         ],
         "Compare the view, reshape and transpose calls before this op: the number of heads, the order of the dims, the"
         " length of a window.",

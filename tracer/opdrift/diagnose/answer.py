@@ -47,7 +47,7 @@ from opdrift.origins.effects import lost_from_sight
 from opdrift.origins.joints import narrowed
 from opdrift.origins.model import Origin
 from opdrift.origins.search import Found, find_origins
-from opdrift.origins.single import own_settings
+from opdrift.origins.single import own_settings, taking_padding
 from opdrift.receivers import Received, amplifier, receive
 from opdrift.records import (
     Alignment,
@@ -325,7 +325,7 @@ def _amplified(case: Case, received: Sequence[Received]) -> Iterator[Origin]:
         if lost is not None and lost.order < i:
             break
         place = np.flatnonzero((outputs.pair == each.row) & (outputs.position == each.slot))[0]
-        yield Origin(
+        origin = Origin(
             kind="op",
             story="amplified",
             op=Sides(i, j),
@@ -336,8 +336,9 @@ def _amplified(case: Case, received: Sequence[Received]) -> Iterator[Origin]:
             settings=own_settings(case.settings(i, j)) if case.by_sample else (),
             inputs_match=False,
         )
+        yield taking_padding(case, origin) if case.by_sample else origin
     if lost is not None:
-        yield lost
+        yield taking_padding(case, lost)
 
 
 def _finals(case: Case, found: Found, judged: Sequence[Judged]) -> list[float | None]:

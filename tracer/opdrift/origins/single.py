@@ -228,6 +228,19 @@ def _is_padding(side: Side, value: int) -> bool:
     return side.one is not None and bool(side.one.places.padding[value])
 
 
+def taking_padding(case: Case, origin: Origin) -> Origin:
+    """An origin that differs by more than its inputs, as one that takes padding, if in one run alone it does.
+
+    Behind an op that rounds otherwise for other numbers of rows, what it takes differs anyway.
+    """
+    inputs = case.compared.inputs
+    for k in case.compared.inputs_of(origin.row):
+        values = int(inputs.left[k]), int(inputs.right[k])
+        if _is_padding(case.left, values[0]) != _is_padding(case.right, values[1]):
+            return replace(origin, story="padding")
+    return origin
+
+
 def is_longer_fill(case: Case, origin: Origin) -> bool:
     """Whether an origin is a constant of one number all over, made for another batch or another padded length."""
     made = origin.region.left

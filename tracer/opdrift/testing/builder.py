@@ -188,14 +188,20 @@ class Builder:
         shape: Sequence[int] = (4, 8),
         dtype: str = "float32",
         content: str | Array | None = None,
+        stride: Sequence[int] | None = None,
     ) -> int:
-        """A value that no op made; its content follows from the name, or from a text, or is given."""
+        """A value that no op made; its content follows from the name, or from a text, or is given.
+
+        Its elements lie in row-major order, or by the strides that are given.
+        """
         array = (
             content
             if isinstance(content, np.ndarray)
             else noise(f"leaf {content or name}", shape, dtype)
         )
         value = self._new(array, dtype)
+        if stride is not None:
+            self._values[value - 1].stride = tuple(stride)
         self.name(value, name, kind=kind, when=when)
         return value
 
