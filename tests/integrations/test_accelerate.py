@@ -372,7 +372,7 @@ def test_a_comparison_gives_the_move_that_went_wrong_as_the_cause(tmp_path, plai
     assert opdrift.diff(one, other).verdict == "identical"
 
 
-def test_host_memory_that_changes_with_no_op_is_found(tmp_path):
+def test_host_memory_that_changes_with_no_op_is_found(tmp_path, plain):
     source = Net()
     weights = {name: tensor.detach() for name, tensor in source.state_dict().items()}
     model = in_memory(tmp_path, source, state_dict=weights)
@@ -380,11 +380,15 @@ def test_host_memory_that_changes_with_no_op_is_found(tmp_path):
     def poke() -> None:
         weights["second.weight"].numpy()[1, 4] += 1
 
-    found = findings([recorded(tmp_path / "trace", model, between=poke)])
+    trace = recorded(tmp_path / "trace", model, between=poke)
 
-    finding = next(each for each in found if each.kind == "move")
+    finding = next(each for each in findings([trace]) if each.kind == "move")
     assert (finding.name, finding.step, finding.cause.slug) == ("second.weight", 1, "race")
     assert "one element differs: 10 of 18" in said(finding)
+    # what the op reads was not read again at its use, but the move says what it was given
+    first = opdrift.diff(plain, trace).first
+    assert first is not None
+    assert first.cause.summary == f"in the right run, {finding.cause.summary}"
 
 
 def test_host_memory_that_an_op_changes_is_no_fault(tmp_path):

@@ -17,7 +17,7 @@ from opdrift.tracefile.reader import Trace
 
 def moved(e: Evidence) -> Cause | None:
     """What one run alone shows to be wrong with the moves of the weight that differs here."""
-    return _told(e, e.shared.once(_moves)) if e.size.material else None
+    return _told(e, e.shared.once(_moves), with_inputs=True) if e.size.material else None
 
 
 def gathered(e: Evidence) -> Cause | None:
@@ -46,7 +46,14 @@ def _in_run(label: str, finding: Finding) -> Cause:
 Found = tuple[tuple[Finding, ...], tuple[Finding, ...]]
 
 
-def _told(e: Evidence, found: Found) -> Cause | None:
+def _told(e: Evidence, found: Found, *, with_inputs: bool = False) -> Cause | None:
+    """The first finding about what differs here, if it went wrong in one run only.
+
+    Args:
+        e: The evidence.
+        found: The findings of each side.
+        with_inputs: Those about what the op reads count, too: a move hands on memory that nobody may have read since.
+    """
     shards = e.shared.once(_shards)
     values = (e.origin.values.left, e.origin.values.right)
     readers = (e.consumer().left, e.consumer().right)
@@ -62,10 +69,17 @@ def _told(e: Evidence, found: Found) -> Cause | None:
         if at is not None:  # what is sent to be gathered has the names of its parameters
             read = side.trace.values.storage[side.trace.ops.inputs[at]].tolist()
             names.update(name for storage in read for name in of_storage.get(storage, ()))
+            if with_inputs:
+                names.update(_names_read(side, at))
         wrong += [(label, f) for f in findings if f.name in names and _is_before(f, before)]
     if not wrong or len({label for label, _ in wrong}) > 1:
         return None  # it went wrong in both runs: that makes no difference
     return _in_run(*wrong[0])
+
+
+def _names_read(side: Side, op: int) -> set[str]:
+    values = side.trace.ops.inputs[op].tolist()
+    return {leaf.name for value in values for leaf in side.leaves.of(value) if leaf.name}
 
 
 def _told_by(side: Side, op: int, shards: Mapping[int, set[str]]) -> int:
