@@ -158,6 +158,9 @@ class GroupWatcher:
             split = [part.name for part, param in pairs if _is_split(param)]
             if split:
                 unit.fields["split"] = split
+            replicas = _replicas(group)
+            if replicas:
+                unit.fields["replicas"] = replicas
             found.append((unit, numbers))
         return found
 
@@ -232,6 +235,14 @@ def _is_split(param: Any) -> bool:
         return False
     spec = param._unsharded_dtensor_spec
     return not all(placement.is_replicate() for placement in spec.placements)
+
+
+def _replicas(group: Any) -> list[int]:
+    """The ranks that hold the same parts as this one, whose gradients are reduced among them; none but under HSDP."""
+    mesh = group.mesh_info
+    if not hasattr(mesh, "shard_process_group") or not hasattr(mesh, "replicate_process_group"):
+        return []
+    return list(dist.get_process_group_ranks(mesh.replicate_process_group))
 
 
 def _held(params: Sequence[Any]) -> int:

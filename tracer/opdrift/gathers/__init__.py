@@ -17,6 +17,7 @@ from opdrift.gathers.changes import (
 )
 from opdrift.gathers.loading import loaded_on_some, random_parts
 from opdrift.gathers.mismatches import Gathers, Wrong, folded
+from opdrift.gathers.replicas import replicas_apart
 from opdrift.records import Finding, Mark
 from opdrift.steps import Steps
 from opdrift.tracefile.reader import Trace
@@ -55,6 +56,7 @@ def gather_findings(traces: Sequence[Trace], *, each: bool = False) -> Iterator[
                 yield from shard_exchanged(trace, mark, steps)
         yield from folded(unexplained(wrong, lost))
         yield from (one.finding for one in lost) if each else told_once(lost)
+    yield from replicas_apart(traces)
     yield from loaded_on_some(traces)
 
 
