@@ -10,6 +10,7 @@ from typing import TextIO
 
 from opdrift.errors import InvalidOptionError, OpdriftError
 from opdrift.render.words import readable
+from opdrift.tracefile.claiming import is_trace
 
 
 def emit(*pieces: str) -> None:
@@ -68,7 +69,7 @@ def check_output(path: Path) -> None:
         InvalidOptionError: The path is a folder, lies in a trace, or its folder does not exist.
     """
     if path.is_dir():
-        kind = "an opdrift trace" if _is_trace(path) else "a folder"
+        kind = "an opdrift trace" if is_trace(path) else "a folder"
         raise InvalidOptionError(
             f"-o {path}: this is {kind}; give the name of a file to write the report to."
         )
@@ -76,14 +77,10 @@ def check_output(path: Path) -> None:
         raise InvalidOptionError(
             f"-o {path}: the folder {path.parent} does not exist; make it first."
         )
-    if _is_trace(path.parent):
+    if is_trace(path.parent):
         raise InvalidOptionError(
             f"-o {path}: this lies in an opdrift trace, which a report would damage; give another path."
         )
-
-
-def _is_trace(folder: Path) -> bool:
-    return (folder / "header.json").exists() or any(folder.glob("rank-[0-9]*/header.json"))
 
 
 def write_report(path: Path, text: str) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import IO, Literal
 
 from opdrift.errors import ExportError
+from opdrift.tracefile.claiming import is_trace
 
 
 @contextmanager
@@ -79,7 +80,7 @@ def _check(target: Path, kind: str, suffix: str, replace: bool) -> None:
     if not target.parent.is_dir():
         raise ExportError(f"-o {target}: the folder {target.parent} does not exist; make it first.")
     for folder in (target, target.absolute().parent):
-        if _is_trace(folder):
+        if is_trace(folder):
             raise ExportError(
                 f"-o {target}: {folder} is an opdrift trace, which an export would damage; give another path."
             )
@@ -97,10 +98,6 @@ def _check(target: Path, kind: str, suffix: str, replace: bool) -> None:
         raise ExportError(
             f"{target} exists already; give another path with -o, or --force to replace it."
         )
-
-
-def _is_trace(folder: Path) -> bool:
-    return (folder / "header.json").exists() or any(folder.glob("rank-[0-9]*/header.json"))
 
 
 def _move(partial: Path, target: Path, replace: bool) -> None:

@@ -19,6 +19,11 @@ CHECKS: Final = "checks.jsonl"
 RANK_FOLDER: Final = "rank-{:05d}"
 
 
+def is_trace(folder: Path) -> bool:
+    """Whether a folder is a trace, of one process or of several ranks."""
+    return (folder / HEADER).exists() or any(folder.glob(f"rank-[0-9]*/{HEADER}"))
+
+
 @dataclass(frozen=True, slots=True)
 class Claim:
     """A folder made for a trace; the trace that it replaces stands aside until the new one is open."""
