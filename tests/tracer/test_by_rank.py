@@ -17,7 +17,12 @@ from opdrift.tracefile.reader import Trace
 
 
 def ranks(
-    *, fault: int | None = None, size: int = 3, own: str = "", lost: int | None = None
+    *,
+    fault: int | None = None,
+    size: int = 3,
+    own: str = "",
+    lost: int | None = None,
+    plain: bool = False,
 ) -> dict[int, Trace]:
     """Each rank multiplies by weights of its own, all add up, and each goes on.
 
@@ -26,6 +31,7 @@ def ranks(
         size: How many ranks.
         own: "all" if every rank's second product is another one; a rank's number if that rank's is.
         lost: A rank whose trace was not closed.
+        plain: Each computes the sum by itself, without a collective.
     """
     builders = [Builder(rank=r, world_size=size, complete=r != lost) for r in range(size)]
     products = []
@@ -35,14 +41,11 @@ def ranks(
         products.append(build.op("mm", x, w, change="*" if rank == fault else ""))
     total = sum(build.content(p) for build, p in zip(builders, products, strict=True))
     for rank, (build, product) in enumerate(zip(builders, products, strict=True)):
-        y = collective(
-            build,
-            "all_reduce",
-            product,
-            result=np.float32(total),
-            ranks=range(size),
-            reduction="SUM",
-        )
+        y = (
+            build.op("relu", product, content=np.float32(total))
+            if plain
+            else collective(build, "all_reduce", product, result=np.float32(total), ranks=range(size), reduction="SUM")
+        )  # fmt: skip
         changed = own in ("all", str(rank))
         with build.scope("head"):
             y = build.op("mm", y, build.leaf("head.weight"), change="*" if changed else "")
@@ -153,6 +156,19 @@ def test_one_rank_by_itself_is_told_what_it_received():
 
     assert one.first is not None
     assert one.first.cause.slug == "other-rank"
+
+
+def test_one_rank_by_itself_is_told_what_it_received_in_a_run_that_alone_has_collectives():
+    """What the others gave is not known to differ: where their own difference lies, tells it, as without `--rank`."""
+    left, right = ranks(plain=True), ranks(fault=1)
+
+    slugs = {rank: slug for rank, (_, slug) in firsts(compared(left, right)).items()}
+
+    assert [slugs[0], slugs[2]] == ["other-rank", "other-rank"] != [slugs[1]] * 2
+    for rank in range(3):
+        one = alone(rank, left, right)
+        assert one.first is not None
+        assert (rank, one.first.cause.slug) == (rank, slugs[rank])
 
 
 def test_runs_of_different_sizes_are_compared_as_far_as_they_go():

@@ -101,7 +101,8 @@ def diff(
     ):
         return only
     # what this rank was handed by others is not its own
-    return of_one_rank(shared[0], only, _ranks(left, None), _ranks(right, None), compare=compare)
+    a, b = _ranks(left, None), _ranks(right, None)
+    return of_one_rank(shared[0], only, a, b, compare=compare)
 
 
 def _told_with(where: str, progress: Callable[[str], object]) -> Callable[[str], object]:

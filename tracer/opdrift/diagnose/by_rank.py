@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from opdrift.diagnose.ended import Compare, Endings
@@ -112,7 +112,28 @@ def of_one_rank(
         if found is None:
             raise _with_reason(one, endings)
         return found
-    return endings.explained(rank, _attributed(rank, one, Exchanges(left, right))[0])
+    exchanges = Exchanges(left, right)
+    told, handed = _attributed(rank, one, exchanges)
+    if handed is None and told.first is not None and exchanges.one_sided:
+        others = _firsts_of_others(rank, left.keys() & right.keys(), compare)
+        got = exchanges.from_wrong(rank, told.first, others)
+        if got is not None and _may_be_handed(told.first):
+            told = _received_first(told, got)
+    return endings.explained(rank, told)
+
+
+def _firsts_of_others(rank: int, ranks: Iterable[int], compare: Compare) -> dict[int, Divergence]:
+    """What differs first on each other rank: where one run has no collectives, what was given to them tells nothing."""
+    found = {}
+    for other in sorted(ranks):
+        if other != rank:
+            try:
+                first = compare(other).first
+            except IncomparableTracesError:
+                continue
+            if first is not None:
+                found[other] = first
+    return found
 
 
 def _attributed(

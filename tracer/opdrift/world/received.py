@@ -58,6 +58,11 @@ class Exchanges:
         self.parts = Parts(left, right)
         self._spread: dict[tuple[int, int, int], set[int]] = {}
 
+    @property
+    def one_sided(self) -> bool:
+        """Whether only one of the runs has collectives."""
+        return bool(self._worlds.left.meetings) != bool(self._worlds.right.meetings)
+
     def received(self, rank: int, origin: Divergence) -> Received | None:
         """The collective that handed a rank what differs at an op, if others gave something else to it."""
         left, right = self._worlds.left, self._worlds.right
@@ -89,14 +94,14 @@ class Exchanges:
             others: What differs first on the other ranks.
         """
         left, right = self._worlds.left, self._worlds.right
-        if bool(left.meetings) == bool(right.meetings):
+        if not self.one_sided:
             return None
         number, world = (0, left) if left.meetings else (1, right)
         until = (origin.seq.left, origin.seq.right)[number]
         if until is None or rank not in world.traces:
             return None
         before = sorted(
-            (m for m in world.meetings if rank in m.members and m.members[rank].seq < until),
+            (m for m in world.meetings if rank in m.members and m.members[rank].seq <= until),
             key=lambda m: m.members[rank].seq,
         )
         for other, first in others.items():
