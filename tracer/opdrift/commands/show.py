@@ -155,11 +155,13 @@ def _text(
     from opdrift.render import finding_text, kernels, leaf_text, trace_text
     from opdrift.render.page import Screen
     from opdrift.unfollowed import unfollowed
+    from opdrift.world.work import notes_of_work
 
     screen = Screen.of(sys.stdout)
     if options.findings:
         found = _findings(options.trace, trace)
-        notes = unfollowed([trace, *_others(options.trace, trace)])
+        ranks = [trace, *_others(options.trace, trace)]
+        notes = [*unfollowed(ranks), *notes_of_work(ranks)]
         return [finding_text.finding_report(found, screen, notes=notes)], _status(found, options)
     pieces = []
     if options.kernels:

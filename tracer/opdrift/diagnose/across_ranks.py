@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from opdrift.causes.evidence import some
 from opdrift.compare import Difference, difference
 from opdrift.diagnose.divergences import between_ranks
@@ -44,6 +46,7 @@ from opdrift.world.messages import Message, disagreements
 from opdrift.world.one_run import of_another_run
 from opdrift.world.replicas import Replicas, Split
 from opdrift.world.results import WrongResult, by_place, unread, wrong_results
+from opdrift.world.work import OtherMode, of_other_mode, other_modes, same_work
 
 
 def across_ranks(path: str | os.PathLike[str]) -> Diagnosis:
@@ -159,6 +162,8 @@ class _Check:
             yield self._of_results(wrong)
         yield from self._disagreements()
         yield from self._messages()
+        for mode in other_modes(self.world, self._replicas):
+            yield self._of_mode(mode)
         for finding in gather_findings(list(self.world.traces.values())):
             yield self._of_gather(finding)
 
@@ -182,6 +187,7 @@ class _Check:
                 f"{some(drifting)} {'is' if len(drifting) == 1 else 'are'} kept by each rank for itself: equal at the start, and"
                 " no longer at the end"
             )
+        yield from same_work(world)
         late = unread(world)
         if late:
             yield f"the results of {late} of {len(world.meetings)} collectives are not known: nothing read them once they were there"
@@ -224,6 +230,26 @@ class _Check:
         return self._of_parts(
             of_wrong_results(found), wrong.meeting.members, ranks, Sides(usual, wrong.ranks), "op"
         )
+
+    def _of_mode(self, found: OtherMode) -> _Placed:
+        ranks = Sides(found.usual[0], found.odd[0])
+        name = found.names[0]
+        divergence = between_ranks(
+            "structure",
+            of_other_mode(found, self.world),
+            Sides(found.usual, found.odd),
+            op=None,
+            module=name,
+            members=found.names[1:],
+            seq=Sides(*(self._first_op(r, found.calls[r]) for r in (ranks.left, ranks.right))),
+        )
+        return _Placed(divergence, self._order(ranks.left, divergence.seq.left or 0), ranks)
+
+    def _first_op(self, rank: int, call: int) -> int | None:
+        """The first op in a module call."""
+        ops = self.world.traces[rank].ops
+        within = np.flatnonzero(ops.call == call)
+        return int(ops.seq[within[0]]) if len(within) else None
 
     def _disagreements(self) -> Iterator[_Placed]:
         """What ranks ask of a collective, and ranks that ended while others waited for them."""

@@ -163,7 +163,7 @@ def card(first: Divergence, *, module_type: str | None = None) -> list[Field]:
         first.kind == "structure" and first.inputs_match
     ):
         fields.append(_inputs(first))
-    if first.cause.slug != RANK_ENDED or first.tensors != Sides(None, None):
+    if not _is_of_ranks(first):
         label = {"op": "output", "structure": "result"}.get(first.kind, "value")
         fields.append(Field(label, tuple(_difference(first)), _tone(first)))
     fields.extend(_kernels(first))
@@ -173,6 +173,12 @@ def card(first: Divergence, *, module_type: str | None = None) -> list[Field]:
         ]
         fields.append(Field("arguments", tuple(lines), "bad"))
     return fields
+
+
+def _is_of_ranks(first: Divergence) -> bool:
+    """Whether it is about what ranks do or leave undone, which has no result of its own."""
+    told = first.ranks is not None or first.cause.slug == RANK_ENDED
+    return first.kind == "structure" and told and first.tensors == Sides(None, None)
 
 
 def _tone(first: Divergence) -> Tone:

@@ -26,6 +26,7 @@ from opdrift.world.loads import loaded_differently
 from opdrift.world.messages import Message, disagreements
 from opdrift.world.replicas import Replicas, Split
 from opdrift.world.results import WrongResult, by_place, minority, wrong_results
+from opdrift.world.work import of_other_mode, other_modes
 
 
 def world_findings(world: World) -> Iterator[Finding]:
@@ -58,6 +59,12 @@ def _contents(world: World) -> Iterator[Finding]:
     ]
     for group in grouped(splits):
         yield _split(world, replicas, group)
+    for mode in other_modes(world, replicas):
+        name = mode.names[0]
+        cause = of_other_mode(mode, world)
+        yield _finding(
+            "replica", cause, world.traces[mode.odd[0]], seq=None, name=name, module=name
+        )
     told = {split.replica.name for split in splits}
     differently = [found for found in loaded_differently(world) if found.name not in told]
     if differently:

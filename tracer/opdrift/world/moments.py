@@ -20,7 +20,7 @@ from opdrift.tracefile.reader import Trace
 from opdrift.world.collectives import World
 
 #: What adds up the parts of ranks.
-_REDUCTIONS: Final = frozenset({"all_reduce", "reduce_scatter"})
+REDUCTIONS: Final = frozenset({"all_reduce", "reduce_scatter"})
 
 
 def reductions(world: World, ranks: Sequence[int]) -> dict[int, Ints]:
@@ -31,7 +31,7 @@ def reductions(world: World, ranks: Sequence[int]) -> dict[int, Ints]:
     met = [
         meeting
         for meeting in world.meetings
-        if meeting.what in _REDUCTIONS
+        if meeting.what in REDUCTIONS
         and set(ranks) <= meeting.members.keys()
         and all(part.index is not None for part in meeting.members.values())
     ]

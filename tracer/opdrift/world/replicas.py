@@ -118,13 +118,13 @@ class Replicas:
             elif mostly:
                 said = f"{share:.1%} of the parameters' elements are equal on all ranks"
                 yield Replica(name, leaf.kind, tuple(self._entries), False, said)
-            elif leaf.kind == "buffer" and self._sharing:
-                where = ", ".join(map(str, self._sharing))
+            elif leaf.kind == "buffer" and self.sharing:
+                where = ", ".join(map(str, self.sharing))
                 said = f"ranks {where} share out the parameters of its model, and buffers stay as each rank has them"
-                yield Replica(name, leaf.kind, self._sharing, False, said)
+                yield Replica(name, leaf.kind, self.sharing, False, said)
 
     @cached_property
-    def _sharing(self) -> tuple[int, ...]:
+    def sharing(self) -> tuple[int, ...]:
         """The ranks that share out a model's parameters; none where no integration saw that."""
         groups = {
             how.ranks for trace in self._world.traces.values() for how in sharding(trace).values()
