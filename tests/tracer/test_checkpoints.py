@@ -517,3 +517,61 @@ def test_the_report_names_what_is_missing_and_what_is_not_of_the_file():
         "  missing    norm.weight: the model holds something else\n"
         "  not in it  head.weight\n"
     )
+
+
+# ---- parts of a tensor ---------------------------------------------------------------------------------
+
+
+def half_loaded(loaded: int, *, rank: int = 0, gathered: bool = True) -> tuple[Trace, Array]:
+    """A parameter that two ranks share out, of which one rank's half holds what the checkpoint holds."""
+    whole = noise(8, 8)
+    held = noise(8, 8)
+    held[4 * loaded : 4 * loaded + 4] = whole[4 * loaded : 4 * loaded + 4]
+    build = Builder(rank=rank, world_size=2)
+    if gathered:
+        build.mark("gather", library="torch_fsdp", unit="fc", nth=1, ranks=[0, 1], rank=rank, layout="each", buffer="fc",
+                   parameters=[["fc.weight", 0, [8, 8]]], own=[[0, 32 * rank, 32, "0"]], intact=True)  # fmt: skip
+    build.leaf("fc.weight", content=held)
+    return build.build(), whole
+
+
+@pytest.mark.parametrize(
+    ("loaded", "rank", "said"),
+    [
+        (0, 0, "rank 0's part is the checkpoint's, that of the other ranks is not"),
+        (1, 0, "the other ranks' part is the checkpoint's, that of rank 0 is not"),
+        (1, 1, "rank 1's part is the checkpoint's, that of the other ranks is not"),
+    ],
+)
+def test_of_a_parameter_that_ranks_share_out_the_part_that_was_loaded_is_told(
+    loaded: int, rank: int, said: str
+):
+    """The whole never held the checkpoint's content, and that alone would look as if nobody had loaded it."""
+    trace, whole = half_loaded(loaded, rank=rank)
+
+    found = check(trace, sampled({"fc.weight": whole}))
+
+    (missing,) = found.missing
+    assert missing.part == f"{said} (judged by 16 and 16 elements)"
+    report = checkpoint_report(found, Screen(width=200))
+    assert f"of 1 of them a part reached it: of fc.weight, {said}" in report
+
+
+def test_of_a_parameter_that_nothing_shares_out_the_equal_elements_are_counted():
+    trace, whole = half_loaded(0, gathered=False)
+
+    (missing,) = check(trace, sampled({"fc.weight": whole})).missing
+
+    assert missing.part == "16 of 32 elements that are known of it are the checkpoint's"
+
+
+def test_elements_that_are_equal_by_accident_are_no_part():
+    """Zeros, as in a mask or a padding row, are equal to zeros."""
+    held, whole = noise(8, 8), noise(8, 8)
+    held[:4] = whole[:4] = 0
+    build = Builder()
+    build.leaf("fc.weight", content=held)
+
+    (missing,) = check(build.build(), sampled({"fc.weight": whole})).missing
+
+    assert missing.part is None

@@ -10,6 +10,7 @@ import pytest
 from opdrift.findings import findings
 from opdrift.records import PENDING, READ_IN_FLIGHT
 from opdrift.testing import Builder, trace
+from opdrift.tracefile.reader import Trace
 
 
 def places(*traces):
@@ -251,3 +252,18 @@ def test_the_first_reader_of_what_is_still_being_filled_is_a_race():
 
 def test_a_reader_of_a_result_that_is_there_is_no_race():
     assert places(reads_early(done=True)) == []
+
+
+def test_what_all_ranks_show_alike_is_told_once_with_the_ranks():
+    """A model that reads unwritten memory does so on every rank."""
+
+    def rank(number: int, *, shape: tuple[int, ...] = (4, 4)) -> Trace:
+        build = Builder(rank=number, world_size=3)
+        build.op("relu", build.op("empty.memory_format", shape=shape), read_uninitialised=True)
+        return build.build()
+
+    found = findings([rank(0), rank(1), rank(2)])
+
+    assert [(f.kind, f.rank, f.cause.evidence[-1]) for f in found] == [
+        ("uninitialised", 0, "the same on ranks 1 and 2")
+    ]

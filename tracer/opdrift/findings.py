@@ -22,6 +22,7 @@ from opdrift.tracefile.columns import Ints
 from opdrift.tracefile.fingerprints import Fingerprint
 from opdrift.tracefile.reader import Trace
 from opdrift.trials import trials, written_by_trials
+from opdrift.world.causes import listed
 from opdrift.world.collectives import World
 from opdrift.world.findings import another_run, without_handed, world_findings
 from opdrift.world.one_run import of_another_run
@@ -36,9 +37,8 @@ def findings(traces: Iterable[Trace]) -> tuple[Finding, ...]:
     world = World(ranks)
     mixed = of_another_run(ranks)
     if mixed is not None:  # nothing between them means anything
-        own = [each for trace in ranks for each in _of_one(trace)]
-        return _sorted([another_run(*mixed), *own])
-    found = without_handed(world, [each for trace in ranks for each in _of_one(trace)])
+        return _sorted([another_run(*mixed), *_of_each(ranks)])
+    found = without_handed(world, _of_each(ranks))
     found += gather_findings(ranks)
     found += world_findings(world)
     if any(each.kind == "checkpoint" for each in found):
@@ -58,6 +58,24 @@ def _with_random_parts(found: list[Finding], said: str | None) -> list[Finding]:
         else each
         for each in found
     ]
+
+
+def _of_each(traces: Sequence[Trace]) -> list[Finding]:
+    """What each trace shows by itself; what several ranks show alike once, of the first of them."""
+    alike: dict[Finding, list[int]] = {}
+    for trace in traces:
+        for each in _of_one(trace):
+            ranks = alike.setdefault(replace(each, rank=None), [])
+            if each.rank is not None and each.rank not in ranks:
+                ranks.append(each.rank)
+    return [_told_of(each, ranks) for each, ranks in alike.items()]
+
+
+def _told_of(finding: Finding, ranks: Sequence[int]) -> Finding:
+    if len(ranks) < 2:
+        return replace(finding, rank=ranks[0] if ranks else None)
+    same = (*finding.cause.evidence, f"the same on {listed(ranks[1:])}")
+    return replace(finding, cause=replace(finding.cause, evidence=same), rank=ranks[0])
 
 
 def _of_one(trace: Trace) -> Iterator[Finding]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from opdrift.checkpoints.answer import Check, Missing, check, dtypes_of
 from opdrift.checkpoints.stored import StoredCheckpoint, StoredTensor, read
-from opdrift.checkpoints.told import compared, dropped, sentence
+from opdrift.checkpoints.told import compared, dropped, in_parts, sentence
 
 __all__ = [
     "Check",
@@ -15,6 +15,7 @@ __all__ = [
     "compared",
     "dropped",
     "dtypes_of",
+    "in_parts",
     "read",
     "sentence",
 ]

@@ -9,6 +9,7 @@ from typing import Final
 
 import numpy as np
 
+from opdrift.checkpoints.incomplete import arrived_in_part, own_parts
 from opdrift.checkpoints.model import Model, Own
 from opdrift.checkpoints.names import Renaming, match
 from opdrift.checkpoints.parts import made_of
@@ -32,11 +33,13 @@ class Missing:
         name: In the checkpoint.
         own: What the model calls it; None if the model has nothing like it.
         origin: In words, where the model's content came from instead; None where that is not known.
+        part: In words, which part of the model's content is the checkpoint's; None if none is known to be.
     """
 
     name: str
     own: str | None
     origin: str | None
+    part: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +117,7 @@ class _Matching:
         self._model = model
         self._checkpoint = checkpoint
         self._lineage = Lineage(trace)
+        self._own_parts = own_parts(trace)
         self._stored = {tensor.name: tensor for tensor in checkpoint.tensors}
         self._pairs, self._renamed = match(
             {name: tensor.size for name, tensor in self._stored.items()},
@@ -216,6 +220,17 @@ class _Matching:
                 return found
         return None
 
+    def _part(self, tensor: StoredTensor, own: Own) -> str | None:
+        """Which part of what the model held is the checkpoint's."""
+        parts, rank = self._own_parts.get(own.name), self._trace.header.rank
+        for value in own.contents:
+            content = self._trace.fingerprint(value)
+            if content is not None and content.n == tensor.size:
+                found = arrived_in_part(tensor.sample, content, parts, rank)
+                if found is not None:
+                    return found
+        return None
+
     def _holder(self, tensor: StoredTensor) -> str | None:
         """A name of the model that holds this content, whatever it is called."""
         return next((h[0] for key in tensor.keys.values() if (h := self._holders.get(key))), None)
@@ -258,7 +273,9 @@ class _Matching:
             elif own is None:
                 missing.append(Missing(tensor.name, None, None))
             elif own.dtype in tensor.keys or self._is_drawn(own):
-                missing.append(Missing(tensor.name, own.name, self._origin(own)))
+                missing.append(
+                    Missing(tensor.name, own.name, self._origin(own), self._part(tensor, own))
+                )
             else:
                 unknown.append(tensor.name)  # a cast whose digest nobody worked out
         return missing, unknown

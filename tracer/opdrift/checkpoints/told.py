@@ -57,6 +57,22 @@ def instead(found: Check) -> str | None:
     return f"what the model holds in their place: {said}"
 
 
+def reasons(found: Check) -> list[str]:
+    """What else is known of the tensors that never reached the model."""
+    return [why for why in (in_parts(found), instead(found)) if why is not None]
+
+
+def in_parts(found: Check) -> str | None:
+    """Of how many of those a part is the checkpoint's; None if of none."""
+    parts = [
+        (missing.own or missing.name, missing.part) for missing in found.missing if missing.part
+    ]
+    if not parts:
+        return None
+    name, part = parts[0]
+    return f"of {len(parts)} of them a part reached it: of {name}, {part}"
+
+
 def listed(names: list[str] | tuple[str, ...]) -> str:
     """The first of many names."""
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
@@ -71,7 +87,7 @@ def compared(diagnosis: Diagnosis, traces: Sides[Trace], checkpoint: StoredCheck
     """
     sides = (("left", check(traces.left, checkpoint)), ("right", check(traces.right, checkpoint)))
     said = tuple(f"{side}: {sentence(found)}" for side, found in sides)
-    whys = [f"{side}: {why}" for side, found in sides if (why := instead(found)) is not None]
+    whys = [f"{side}: {why}" for side, found in sides for why in reasons(found)]
     old = diagnosis.first
     first = None if old is None else _explained(old, said, whys)
     if old is None or first is None or first is old:
@@ -116,7 +132,7 @@ def _finding(
         and other.fields.get("source") == mark.fields.get("source")
     ]
     evidence = [str(fields.get("summary")) for fields in said]
-    evidence += [why for why in (instead(found),) if why is not None]
+    evidence += reasons(found)
     return Finding(
         "checkpoint",
         Cause(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any, Final
 
-from opdrift.checkpoints import Check, Missing, sentence
+from opdrift.checkpoints import Check, Missing, in_parts, sentence
 from opdrift.records import TRACE_SCHEMA
 from opdrift.render.json import safe
 from opdrift.render.page import Page, Screen
@@ -23,6 +23,9 @@ def checkpoint_report(found: Check, screen: Screen) -> str:
     if found.extra:
         verb = "is" if len(found.extra) == 1 else "are"
         page.line(f"{len(found.extra)} of the model's {found.own} tensors {verb} not in it", "bad")
+    parts = in_parts(found)
+    if parts is not None:
+        page.line(parts, "bad", hang=2)
     page.line()
     page.field("names", list(_renamed(found)))
     for label, lines in (
@@ -58,7 +61,7 @@ def _renamed(found: Check) -> Iterator[str]:
 def _missing(each: Missing) -> str:
     if each.own is None:
         return f"{name(each.name)}: the model has nothing of that name and size"
-    return f"{name(each.own)}: {each.origin or 'the model holds something else'}"
+    return f"{name(each.own)}: {each.part or each.origin or 'the model holds something else'}"
 
 
 def _list(page: Page, label: str, lines: list[str]) -> None:
