@@ -91,6 +91,8 @@ RUNS = {
     "fsdp2-shifted": Run(fsdp2, between=shift),
     "fsdp2-rate": Run(fsdp2, settings={"lr": 0.012}),
     "fsdp1-rate": Run(fsdp1, settings={"lr": 0.012}),
+    "fsdp2-bf16-rate": Run(fsdp2, options={"mp_policy": BF16}, settings={"lr": 0.012}),
+    "fsdp2-bf16-decay": Run(fsdp2, options={"mp_policy": BF16}, settings={"weight_decay": 0.1}),
     "fsdp2-slow": Run(fsdp2, settings={"lr": 1.2e-6}),
     "plain-slow": Run(settings={"lr": 1e-6}),
     "fsdp2-adam-decay": Run(fsdp2, optimizer="AdamW", settings={"weight_decay": 0.1}),

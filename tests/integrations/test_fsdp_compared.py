@@ -158,6 +158,24 @@ def test_another_learning_rate_of_the_sharded_run_is_named_with_both(folder, lef
     assert found.causes[0].summary == f"{UPDATED} alpha: {rates}"
 
 
+@pytest.mark.parametrize("left", ["plain", "fsdp2"])
+@pytest.mark.parametrize(
+    ("right", "slug", "words"),
+    [
+        ("rate", "op-args", "alpha: -0.01 against -0.012"),
+        ("decay", "structure", "alpha: 0.1) more"),
+    ],
+)
+def test_an_update_that_mixed_precision_hides_is_found_by_what_is_called(
+    folder, left, right, slug, words
+):
+    """Rounding to bfloat16 explains more than one step changes: the calls of the optimizer tell, sizes do not."""
+    found = opdrift.diff(folder / left, folder / f"fsdp2-bf16-{right}")
+
+    assert (found.verdict, first(found)) == ("diverged", ("embed.weight", "embed", slug))
+    assert words in found.first.cause.summary
+
+
 def test_another_weight_decay_of_the_sharded_run_is_named(folder):
     """AdamW multiplies a weight with 1 - lr * weight_decay, its second moment with beta2: here the same number."""
     found = opdrift.diff(folder / "plain-adam", folder / "fsdp2-adam-decay")

@@ -21,6 +21,8 @@ def trained(
     scaled: float | None = None,
     added: float = 0.0,
     other: float | None = None,
+    divided: float | None = None,
+    reduction: str = "SUM",
 ) -> Trace:
     """A step of SGD between two uses of `a.weight`; sharded, this rank updates its half of it and gathers all.
 
@@ -30,6 +32,7 @@ def trained(
         scaled: Multiplies the gradient, and is told apart from the rate.
         added: To the first element of the result, with no op that says so.
         other: Multiplies another parameter whose part lies in the same tensor.
+        divided: Divides what the ranks' gradients were reduced to, by `reduction`.
     """
     build = Builder(rank=0) if sharded else Builder()
     x = build.leaf("x", kind="input", shape=(16,))
@@ -52,7 +55,11 @@ def trained(
     size = 8 if sharded else 16
     gradient = build.op("neg", y, phase="backward", content=GRADIENT)
     if sharded:
-        gradient = collective(build, "reduce_scatter", gradient, result=GRADIENT[:8])
+        gradient = collective(
+            build, "reduce_scatter", gradient, result=GRADIENT[:8], reduction=reduction
+        )
+    if divided is not None:
+        gradient = build.op("div_", gradient, settings={"other": divided}, content=GRADIENT[:size])
     if scaled is not None:
         gradient = build.op("mul_", gradient, settings={"other": scaled}, content=GRADIENT[:size])
     if other is not None:
@@ -107,6 +114,16 @@ def test_an_op_that_only_one_update_has_is_named():
         "structure",
         "the right run's update of a.weight has aten.mul_.default (other: 2.0) more",
     )
+
+
+@pytest.mark.parametrize(
+    ("divided", "reduction", "named"), [(2.0, "SUM", False), (2.0, "AVG", True), (3.0, "SUM", True)]
+)
+def test_a_mean_that_is_taken_in_two_steps_is_no_op_more(divided, reduction, named):
+    """FSDP divides a sum over ranks before and after it is reduced; a mean that is divided again is another gradient."""
+    _, _, summary = first(told(divided=divided, reduction=reduction, added=0.1))
+
+    assert ("aten.div_.default" in summary) == named
 
 
 def test_what_is_done_to_another_parameter_in_the_same_tensor_is_not_told_of_this_one():

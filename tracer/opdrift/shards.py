@@ -176,7 +176,9 @@ def ops_on_parts(trace: Trace) -> npt.NDArray[np.bool_]:
         if len(parts) == known:
             break
     packing = {s for s, name in base.items() if name in _PACKING}
-    return found | _packed(trace, scatters, packing)
+    # FSDP2's own ops do nothing else
+    own = [s for s in signatures if trace.op_info(s).name.startswith("fsdp.")]
+    return found | _packed(trace, scatters, packing) | np.isin(ops.signature, own)
 
 
 def _packed(trace: Trace, scatters: set[int], packing: set[int]) -> npt.NDArray[np.bool_]:

@@ -266,20 +266,18 @@ def _updated(case: Case, origin: Origin, size: Size) -> Size:
     So what rounding explains is a part of the update, beside what is lost where it is added; a narrower type in which one
     run reduced the gradient counts as in mixed precision, which keeps the original.
     """
+    other = unlike(case, origin)
+    if other.renumbered or bool(other.only.left) != bool(other.only.right):
+        return replace(size, material=True)
     change = change_of(case, origin)
     found = size.difference
     if change is None or size.limit is None or found is None or found.relative is None:
         return size
     assert origin.values.left is not None
     added = 2 * dtype_epsilon(case.left.trace.meta(origin.values.left).dtype)
-    part = max(
-        [_REARRANGED, *(_CASTS * _ROUNDOFF.get(each, 1.0) for each in narrowed_to(case, origin))]
-    )
+    part = max([_REARRANGED, *(_CASTS * _ROUNDOFF.get(t, 1.0) for t in narrowed_to(case, origin))])
     limit = min(size.limit, added + part * change)
-    other = unlike(case, origin)
-    differs = bool(other.renumbered) or bool(other.only.left) != bool(other.only.right)
-    material = differs or found.relative > limit or found.nonfinite_changed
-    return replace(size, limit=limit, material=material)
+    return replace(size, limit=limit, material=found.relative > limit or found.nonfinite_changed)
 
 
 def narrowed_to(case: Case, origin: Origin) -> list[str]:

@@ -102,8 +102,8 @@ def gradient_in_another_type(e: Evidence) -> Cause | None:
     if e.origin.story != "gathered":
         return None
     types = narrowed_to(e.case, e.origin)
-    if not types:
-        return None
+    if not types or (e.size.material and _only_one_calls(e)):
+        return None  # what else a run does to it says more
     one, side, casts = next(
         (name, side, casts)
         for n, (name, side, _) in enumerate(e.sides)

@@ -48,6 +48,7 @@ from opdrift.origins.joints import narrowed
 from opdrift.origins.model import Origin
 from opdrift.origins.search import Found, find_origins
 from opdrift.origins.single import own_settings, taking_padding
+from opdrift.origins.updates import updated_otherwise
 from opdrift.receivers import Received, amplifier, receive
 from opdrift.records import (
     Alignment,
@@ -253,7 +254,10 @@ def _judge(
         # with a material origin upstream, a large difference further down is no news
         if not any(j.size.material for j in known):
             further = merge(
-                _amplified(case, received), astray(case, regions), key=lambda o: o.order
+                _amplified(case, received),
+                astray(case, regions),
+                updated_otherwise(case),
+                key=lambda o: o.order,
             )
             yield from map(judge, further)
 

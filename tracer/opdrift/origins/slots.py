@@ -12,6 +12,7 @@ from opdrift.origins.kinds import computes
 from opdrift.origins.leaves import order_of
 from opdrift.origins.model import NO_LEAF, Origin, Story
 from opdrift.origins.regions import Region, is_sum, region_of, representative, unseen_results
+from opdrift.origins.updates import gathered_parameter
 from opdrift.pairs import EQUAL
 from opdrift.records import DivergenceKind, Leaf, Sides
 from opdrift.shards import puts_together
@@ -360,7 +361,7 @@ class SlotJudge:
     def _region(self, left: int, right: int, seen: _Seen) -> Origin | None:
         """The runs made the values in different ways."""
         case = self._case
-        gathered = self._gathered(left, right)
+        gathered = gathered_parameter(case, left, right)
         behind = region_of(case, left, right, since_agreed=gathered is not None)
         region = unseen_results(case, behind, left, right)
         shared = self._told(region)
@@ -400,24 +401,6 @@ class SlotJudge:
             if own:
                 found.append(not known.isdisjoint(own))
         return found
-
-    def _gathered(self, left: int, right: int) -> Sides[Leaf | None] | None:
-        """The parameter that both values are, gathered in one run at least and written by other ops in each."""
-        rows = self._parameters(self._case.left, left), self._parameters(self._case.right, right)
-        for name in rows[0]:
-            pair = rows[0][name], rows[1].get(name)
-            if any(leaf is not None and leaf.when == "gather" for leaf in pair) and all(pair):
-                return Sides(*pair)
-        return None
-
-    @staticmethod
-    def _parameters(side: Side, value: int) -> dict[str, Leaf]:
-        """By name the parameters that a value, or what lay in its storage when the run began, was called."""
-        rows = side.leaves.of(value)
-        first = side.leaves.of_storage(value)
-        if not rows and first is not None and first.when != "gather":
-            rows = [first]
-        return {leaf.name: leaf for leaf in rows if leaf.name and leaf.kind == "parameter"}
 
     def _differed_before(self, left: int, right: int, limit: float) -> bool:
         """Whether the same op wrote a part of both, equal on both sides, and the rest is known to differ."""

@@ -11,11 +11,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+
 from opdrift.case import Case, Side
 from opdrift.compare import difference
 from opdrift.origins.model import Origin
+from opdrift.origins.regions import region_of
+from opdrift.pairs import DIFFERENT
 from opdrift.records import Leaf, Sides
-from opdrift.shards import moves_parts, sharding
+from opdrift.shards import differently_sharded, moves_parts, sharding
 from opdrift.tokens import base
 from opdrift.tracefile.fingerprints import Fingerprint
 
@@ -23,6 +27,8 @@ from opdrift.tracefile.fingerprints import Fingerprint
 _COPYING: Final = frozenset({"_to_copy", "to", "clone", "copy_", "contiguous", "detach"})
 #: Ops whose arguments say nothing of an update.
 _MAKING: Final = ("zeros", "ones", "full", "empty", "scalar_tensor")
+#: Parameters whose updates are compared.
+_LOOKED_AT: Final = 32
 #: How many earlier contents of a parameter are looked at.
 _LOOK_BACK: Final = 64
 
@@ -55,9 +61,29 @@ class Update:
         found: dict[Step, list[int]] = {}
         for op in self.ops:
             name = base(side.name(op))
-            if name not in _COPYING and not name.startswith(_MAKING):
+            plain = name not in _COPYING and not name.startswith(_MAKING)
+            if plain and not _averages(side, op):
                 found.setdefault(_step(side, op), []).append(op)
         return found
+
+
+def gathered_parameter(case: Case, left: int, right: int) -> Sides[Leaf | None] | None:
+    """The parameter that both values are, gathered in one run at least and written by other ops in each."""
+    rows = _parameters(case.left, left), _parameters(case.right, right)
+    for name in rows[0]:
+        pair = rows[0][name], rows[1].get(name)
+        if any(leaf is not None and leaf.when == "gather" for leaf in pair) and all(pair):
+            return Sides(*pair)
+    return None
+
+
+def _parameters(side: Side, value: int) -> dict[str, Leaf]:
+    """By name the parameters that a value, or what lay in its storage when the run began, was called."""
+    rows = side.leaves.of(value)
+    first = side.leaves.of_storage(value)
+    if not rows and first is not None and first.when != "gather":
+        rows = [first]
+    return {leaf.name: leaf for leaf in rows if leaf.name and leaf.kind == "parameter"}
 
 
 def updates_of(case: Case, origin: Origin) -> Sides[Update]:
@@ -173,6 +199,24 @@ def _is_arithmetic(side: Side, op: int) -> bool:
     return outside and not side.contents.tokens.view[op] and not moves_parts(side.name(op))
 
 
+def _averages(side: Side, op: int) -> bool:
+    """Whether an op divides what was just reduced by a part of the number of ranks: a mean that is taken in two steps."""
+    states, inputs = side.contents.states, side.trace.ops.inputs[op].tolist()
+    if base(side.name(op)).rstrip("_") != "div" or not inputs:
+        return False
+    maker = int(states.writer[states.of[inputs[0]]])
+    number = next((n for _, n in _numbers(side, op)), None)
+    if maker < 0 or not isinstance(number, (int, float)) or number < 1:
+        return False
+    return any(
+        mark.kind == "collective"
+        and mark.seq == side.seq(maker)
+        and mark.fields.get("reduction") != "AVG"
+        and len(mark.fields.get("ranks") or ()) % number == 0
+        for mark in side.trace.marks
+    )
+
+
 def _step(side: Side, op: int) -> Step:
     name = base(side.name(op)).removeprefix("_foreach_").rstrip("_")
     return Step(name, tuple(_numbers(side, op)))
@@ -185,6 +229,49 @@ def _numbers(side: Side, op: int) -> Iterator[Number]:
             value = value[0]  # the same for each of many tensors
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             yield name, value
+
+
+def updated_otherwise(case: Case) -> Iterator[Origin]:
+    """Parameters that the runs keep in different ways and update by other calls, where each is read first after it.
+
+    Where one run computes in another type its parameters differ from the start, and sizes tell nothing of an update.
+    """
+    apart = differently_sharded(case.left.trace, case.right.trace)
+    inputs, pairing = case.compared.inputs, case.pairing
+    backward = np.flatnonzero(case.left.trace.ops.phase)
+    if not apart or not len(backward):
+        return
+    looked_at: set[str] = set()
+    order = np.lexsort((inputs.position, pairing.left[inputs.pair]))
+    differs = inputs.status[order] == DIFFERENT
+    after = pairing.left[inputs.pair[order]] > backward[0]
+    for slot in order[differs & after].tolist():
+        values = int(inputs.left[slot]), int(inputs.right[slot])
+        leaf = gathered_parameter(case, *values)
+        if leaf is None or leaf.left is None or leaf.left.name in looked_at:
+            continue
+        row = int(inputs.pair[slot])
+        op: Sides[int | None] = Sides(int(pairing.left[row]), int(pairing.right[row]))
+        origin = Origin(
+            kind="structure",
+            story="gathered",
+            op=op,
+            row=row,
+            values=Sides(*values),
+            slot=int(inputs.position[slot]),
+            order=float(pairing.left[row]),
+            leaf=leaf,
+            region=region_of(case, *values).ops,
+        )
+        updates = updates_of(case, origin)
+        if not updates.left.ops or not updates.right.ops:
+            continue
+        looked_at.add(leaf.left.name)
+        found = unlike(case, origin)
+        if found.renumbered or bool(found.only.left) != bool(found.only.right):
+            yield origin
+        if len(looked_at) == _LOOKED_AT:
+            return
 
 
 # ---- sizes -----------------------------------------------------------------------------------------------
