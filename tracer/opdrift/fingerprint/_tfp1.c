@@ -62,6 +62,7 @@ static void start(State *state, int kind, int everything) {
     state->digest.rows = 0;
     state->digest.raw = 0;
     state->digest.scale = 1;
+    state->digest.ahead = state->everything ? 0 : DIGITS_AHEAD;
     if (state->everything) {
         memset(&state->statistics, 0, sizeof state->statistics);
         state->statistics.min = __builtin_inf();

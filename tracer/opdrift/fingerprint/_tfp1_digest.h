@@ -4,11 +4,16 @@
 
 #include "_tfp1_common.h"
 
+/* Bytes between what is read and what is asked for meanwhile, where only the digest reads: it is faster than
+ * memory answers. Statistics ask for themselves. */
+enum { DIGITS_AHEAD = 4096 };
+
 typedef struct {
     uint64_t lane[3][LANES]; /* sums of digit * limb, exact in 64 bits; with IFMA two */
     int rows;                /* rows in the lanes; the lanes are garbage while it is 0 */
     uint64_t raw;
     uint64_t scale; /* r^(digits before the lanes' first row) */
+    size_t ahead;   /* DIGITS_AHEAD, or 0 */
 } Digest;
 
 ALWAYS_INLINE uint64_t digit_at(const void *digits, int width, size_t i) {
@@ -39,9 +44,15 @@ typedef __m256i Vector;
 #define vector_fill(x) _mm256_set1_epi64x((long long)(x))
 #endif
 
+/* Vectors per sweep: their accumulators stay in registers. With AVX-512 a sweep is a whole row, so that memory
+ * is read from one end to the other. */
 enum {
     VECTOR = sizeof(Vector) / 8,
-    SWEEP = 4, /* vectors per sweep: their accumulators stay in registers */
+#if defined(__AVX512F__)
+    SWEEP = 8,
+#else
+    SWEEP = 4,
+#endif
 };
 
 ALWAYS_INLINE Vector load_digits(const char *from, int width) {
@@ -77,7 +88,8 @@ ALWAYS_INLINE void add_rows(Digest *digest, const void *digits, int width, int r
         const char *from = (const char *)digits + first * width;
         for (int row = digest->rows; row < digest->rows + rows; row++, from += LANES * width) {
             __m512i w0 = vector_fill(limbs52[row][0]), w1 = vector_fill(limbs52[row][1]);
-#pragma GCC unroll 4
+            prefetch_row(from, digest->ahead, width);
+#pragma GCC unroll 8
             for (int v = 0; v < SWEEP; v++) {
                 __m512i digit = load_digits(from + v * VECTOR * width, width);
                 low[v] = _mm512_madd52lo_epu64(low[v], digit, w0);
@@ -110,9 +122,11 @@ ALWAYS_INLINE void add_rows(Digest *digest, const void *digits, int width, int r
         const char *from = (const char *)digits + first * width;
         for (int row = digest->rows; row < digest->rows + rows; row++, from += LANES * width) {
             const uint32_t *weight = width == 4 ? limbs3[row] : limbs2[row];
+            if (first == 0)
+                prefetch_row(from, digest->ahead, width);
             Vector w0 = vector_fill(weight[0]), w1 = vector_fill(weight[1]);
             Vector w2 = width == 4 ? vector_fill(weight[2]) : w1;
-#pragma GCC unroll 4
+#pragma GCC unroll 8
             for (int v = 0; v < SWEEP; v++) {
                 Vector digit = load_digits(from + v * VECTOR * width, width);
                 sum[0][v] = vector_add(sum[0][v], vector_multiply(digit, w0));
@@ -139,7 +153,8 @@ ALWAYS_INLINE void add_rows(Digest *digest, const void *digits, int width, int r
         const uint32_t *weight =
             width == 4 ? limbs3[digest->rows + row] : limbs2[digest->rows + row];
         uint32_t w0 = weight[0], w1 = weight[1], w2 = width == 4 ? weight[2] : 0;
-        const void *from = (const char *)digits + (size_t)row * LANES * width;
+        const char *from = (const char *)digits + (size_t)row * LANES * width;
+        prefetch_row(from, digest->ahead, width);
         for (int l = 0; l < LANES; l++) {
             uint64_t digit = digit_at(from, width, l);
             sum[0][l] += digit * w0;
