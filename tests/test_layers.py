@@ -27,7 +27,11 @@ LAYERS: tuple[tuple[int, str, str], ...] = (
         RECORDING,
         "batches buffers choices collectives compilations environment fingerprint futures imports interning kernels memory neutral outcomes plans randomness rereading scopes shortfalls sources spool steering storages transfers unsettled values",
     ),
-    (3, RECORDING, "boundaries checkpoint_digests headers marks mode naming options recorder"),
+    (
+        3,
+        RECORDING,
+        "boundaries checkpoint_digests digesting headers marks mode naming options recorder",
+    ),
     (2, READING, "align components contents deliveries layouts neighbours regions shards tokens"),
     (
         3,

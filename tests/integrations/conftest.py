@@ -69,6 +69,12 @@ class FakeRecorder:
         self.names.append((kind, name, tensor.detach().clone()))
         return None
 
+    def name_tensors(
+        self, named: Iterable[tuple[torch.Tensor, str]], *, kind: str = "parameter"
+    ) -> None:
+        for tensor, name in named:
+            self.name_tensor(tensor, name, kind=kind)
+
     def digest(self, tensor: torch.Tensor) -> FakeDigest | None:
         needed = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
         if tensor.untyped_storage().nbytes() < needed:
@@ -86,6 +92,9 @@ class FakeRecorder:
             for tensor, sizes in contents
             for piece in tensor.reshape(-1)[: sum(sizes)].split(list(sizes))
         ]
+
+    def cast_digests(self, contents: Any, dtype: torch.dtype) -> None:
+        return None
 
     def writes(self, tensor: torch.Tensor) -> int:
         return tensor._version

@@ -299,3 +299,59 @@ def test_the_hook_makes_a_pure_wheel_without_a_compiler(build, tmp_path, monkeyp
 
     assert build_data == {"pure_python": True, "force_include": {}}
     assert "slower NumPy one is used" in "".join(capsys.readouterr())
+
+
+# -- many contents at once ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_many_contents_have_the_digests_that_they_have_alone(name):
+    engine = engine_called(name)
+    if engine is None:
+        pytest.skip(f"{name} cannot be had here")
+    tensors = [torch.randn(5000), torch.arange(3), torch.randn(70).bfloat16(), torch.empty(0)]
+    kinds = [engine.kinds[each.dtype] for each in tensors]
+
+    found = engine.raws(
+        [each.data_ptr() for each in tensors], [each.numel() for each in tensors], kinds
+    )
+
+    assert list(found) == [engine.digest(each)[0] for each in tensors]
+
+
+def float32_numbers() -> torch.Tensor:
+    """Bit patterns of all sorts: signs, exponents, subnormals, infinities, ties of bfloat16; no NaN."""
+    generator = torch.Generator().manual_seed(0)
+    upper = torch.randint(-(2**15), 2**15, (9001, 1), generator=generator) * 2**16
+    lower = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+    numbers = (upper + lower).reshape(-1).to(torch.int32).view(torch.float32)
+    return numbers[~numbers.isnan()].contiguous()
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_float32_is_rounded_to_bfloat16_as_torch_does(name):
+    """Bit for bit, at any length: whole chunks, the rest of one, a single element, nothing."""
+    engine = engine_called(name)
+    if engine is None:
+        pytest.skip(f"{name} cannot be had here")
+    numbers = float32_numbers()
+    pieces = [numbers, numbers[:4096], numbers[7:5000], numbers[5:6], numbers[:0]]
+
+    found = engine.bfloat16_raws(
+        [each.data_ptr() for each in pieces], [each.numel() for each in pieces]
+    )
+
+    assert found is not None
+    assert list(found) == [engine.digest(each.bfloat16())[0] for each in pieces]
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("at", [0, 4099])
+def test_what_becomes_of_a_nan_is_not_guessed(name, at):
+    engine = engine_called(name)
+    if engine is None:
+        pytest.skip(f"{name} cannot be had here")
+    numbers = torch.ones(4100)
+    numbers[at] = float("nan")
+
+    assert engine.bfloat16_raws([numbers.data_ptr()], [4100]) is None

@@ -373,6 +373,7 @@ def test_a_setting_that_changes_is_a_mark():
         lambda recorder: recorder.name_tensor(torch.ones(2), "x"),
         lambda recorder: recorder.digest(torch.ones(2)),
         lambda recorder: recorder.digests([(torch.ones(2), (1, 1))]),
+        lambda recorder: recorder.cast_digests([(torch.ones(2), (2,))], torch.bfloat16),
         lambda recorder: recorder.clean_path(nn.Linear(1, 1)),
     ],
     ids=[
@@ -384,6 +385,7 @@ def test_a_setting_that_changes_is_a_mark():
         "name_tensor",
         "digest",
         "digests",
+        "cast_digests",
         "clean_path",
     ],
 )
@@ -519,6 +521,39 @@ def test_stretches_of_a_content_that_cannot_be_read_have_no_digests():
 
     assert digests[:2] == [None, None]
     assert digests[2] is not None
+
+
+def odd_tensors() -> list[torch.Tensor]:
+    """Tensors that cannot be read where they lie, or not at all."""
+    freed = torch.ones(4)
+    freed.untyped_storage().resize_(0)
+    return [
+        torch.ones(4, device="meta"),
+        freed,
+        torch.arange(8.0)[::2],
+        torch.view_as_complex(torch.arange(8.0).view(4, 2)),
+        torch._neg_view(torch.arange(4.0)),
+        torch._efficientzerotensor((4,)),
+        torch.nn.Parameter(torch.arange(4.0)),
+        torch.empty(4, 0),
+    ]
+
+
+def test_tensors_that_need_care_are_read_between_those_that_do_not():
+    """All plain ones are read in one call; the others keep their places, with the digests that they have alone."""
+    plain = torch.arange(5.0)
+    odd = odd_tensors()
+
+    with recording() as found:
+        contents = [
+            each for tensor in odd for each in ((plain, (2, 3)), (tensor, (tensor.numel(),)))
+        ]
+        together = found.recorder.digests(contents)
+        alone = [found.recorder.digest(tensor) for tensor in odd]
+
+    assert together[2::3] == alone
+    assert together[:2] * len(odd) == [each for i, each in enumerate(together) if i % 3 < 2]
+    assert [digest is None for digest in alone] == [True, True] + [False] * 6
 
 
 def test_no_mode_sees_what_is_done_quietly():

@@ -9,16 +9,18 @@ A cast keeps no digest. Whether a content is another one in another precision, `
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from functools import lru_cache
+from operator import mul
+from typing import NamedTuple
 
 from opdrift import tfp1
 from opdrift.plugins import Digest
 from opdrift.tfp1 import Code
 
 
-@dataclass(frozen=True, slots=True)
-class Content:
+class Content(NamedTuple):
     """A digest that was computed from others instead of from memory."""
 
     raw: int
@@ -46,9 +48,10 @@ def joined(parts: Iterable[Digest]) -> Content:
     """
     found = tuple(parts)
     code = _common_code(found)
-    width = Code(code).bytes
-    raw = tfp1.concat((part.raw, tfp1.digits(part.n, width)) for part in found)
-    return Content(raw, sum(part.n for part in found), code)
+    lengths = tuple([part.n for part in found])
+    raws = [part.raw for part in found]
+    raw = sum(map(mul, raws, _weights(lengths, code))) % tfp1.P
+    return Content(raw, sum(lengths), code)
 
 
 def placed(parts: Iterable[tuple[Digest, int]], n: int) -> Content:
@@ -129,9 +132,17 @@ def is_gathered(whole: Digest, shards: Iterable[Digest], *, padded: bool = False
     return end_to_end.raw == whole.raw and (padded or end_to_end.n == whole.n)
 
 
+@lru_cache(maxsize=4096)
+def _weights(lengths: tuple[int, ...], code: int) -> tuple[int, ...]:
+    """By what parts of such lengths count where they lie end to end: FSDP puts the same ones together at every gather."""
+    width = Code(code).bytes
+    starts = itertools.accumulate(lengths[:-1], initial=0)
+    return tuple(tfp1.shift(tfp1.digits(start, width)) for start in starts)
+
+
 def _common_code(parts: Sequence[Digest]) -> int:
-    codes = {int(part.code) for part in parts}
+    codes = {part.code for part in parts}
     if len(codes) != 1:
         names = ", ".join(sorted(Code(code).name for code in codes)) or "none"
         raise ValueError(f"parts of one component type are needed; these are of: {names}")
-    return codes.pop()
+    return int(codes.pop())

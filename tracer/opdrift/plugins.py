@@ -72,11 +72,19 @@ class RecorderLike(Protocol):
         Returns the digest of what it holds where that was read for this, or as the last op made it; else None.
         """
 
+    def name_tensors(self, named: Iterable[tuple[Any, str]], *, kind: str = "parameter") -> None:
+        """As `name_tensor`, of many."""
+
     def digest(self, tensor: Any) -> Digest | None:
         """The digest of a tensor's present content; None if it cannot be read now."""
 
     def digests(self, contents: Iterable[tuple[Any, Sequence[int]]]) -> Sequence[Digest | None]:
         """As `digest`, of stretches that follow each other: (tensor, elements of each stretch), each of its own digest."""
+
+    def cast_digests(
+        self, contents: Iterable[tuple[Any, Sequence[int]]], dtype: Any
+    ) -> Sequence[Digest | None] | None:
+        """As `digests`, of what contents are in another precision; None if they have to be cast to know that."""
 
     def writes(self, tensor: Any) -> int:
         """How often a tensor's storage is known to have been written; 0 if nothing is known of it."""

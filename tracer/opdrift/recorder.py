@@ -7,7 +7,6 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import perf_counter_ns as now
@@ -25,10 +24,10 @@ from opdrift.boundaries import GRAPHS, Boundaries, around_generated_code, why_no
 from opdrift.choices import switches
 from opdrift.collectives import Collectives
 from opdrift.compilations import Compilations
+from opdrift.digesting import Digest, Digesting
 from opdrift.errors import InvalidOptionError, RecorderStateError
 from opdrift.fingerprint.devices import Devices
 from opdrift.fingerprint.engine import load_engine
-from opdrift.fingerprint.tensors import stretches
 from opdrift.futures import following_callbacks
 from opdrift.headers import header_of, rank_here
 from opdrift.imports import watch_imports
@@ -43,7 +42,6 @@ from opdrift.options import (
     Options,
     check_options,
     check_storage,
-    check_stretches,
     check_tensor,
     check_text,
 )
@@ -67,15 +65,6 @@ if TYPE_CHECKING:
     from opdrift.buffers import ThreadBuffers
 
 _LEAF_KINDS: Final = ("parameter", "buffer", "input", "constant", "shard")
-
-
-@dataclass(frozen=True, slots=True)
-class Digest:
-    """A content as tfp1 sees it."""
-
-    raw: int
-    n: int
-    code: int
 
 
 def record(
@@ -207,6 +196,7 @@ class Recorder:
             devices=self._devices,
             thread=spool.thread,
         )
+        self._digesting = Digesting(self._engine, self._values, self._devices)
         spool.after_flush = self._values.prune
         self._batches = self._follow_batch()
         self._marks = Marks(spool, self._guarded, self._must_be_open)
@@ -458,7 +448,7 @@ class Recorder:
             RecorderStateError: The recorder is not open.
         """
         self._must_be_open("quiet")
-        return _unseen()
+        return _Unseen()
 
     def name_tensor(
         self, tensor: torch.Tensor, name: str, *, kind: str = "parameter"
@@ -494,6 +484,13 @@ class Recorder:
                 return None
             return None if read is None else Digest(*read)
 
+    def name_tensors(
+        self, named: Iterable[tuple[torch.Tensor, str]], *, kind: str = "parameter"
+    ) -> None:
+        """As `name_tensor`, of many."""
+        for tensor, name in named:
+            self.name_tensor(tensor, name, kind=kind)
+
     def digest(self, tensor: torch.Tensor) -> Digest | None:
         """The digest of a tensor's present content; None if it cannot be read now (freed, meta, in flight).
 
@@ -504,12 +501,7 @@ class Recorder:
         self._must_be_open("digest")
         check_tensor("digest", tensor)
         with silent():
-            if self._engine.can_fingerprint(tensor) is not None or self._values.is_pending(tensor):
-                return None
-            if not self._values.is_elsewhere(tensor):
-                return Digest(*self._engine.digest(tensor))
-            row = self._devices.now(tensor)
-            return None if row is None else Digest(int(row["raw"]), int(row["n"]), int(row["code"]))
+            return self._digesting.one(tensor)
 
     def digests(
         self, contents: Iterable[tuple[torch.Tensor, Sequence[int]]]
@@ -527,20 +519,20 @@ class Recorder:
             InvalidOptionError: Something else than a tensor is among them, or its stretches are longer than it.
         """
         self._must_be_open("digests")
-        found: list[Digest | None] = []
-        with _unseen():
-            for tensor, sizes in contents:
-                check_tensor("digests", tensor)
-                check_stretches("digests", tensor, sizes)
-                found += self._digests(tensor, sizes)
-        return found
+        with _Unseen():
+            return self._digesting.many(contents)
 
-    def _digests(self, tensor: torch.Tensor, sizes: Sequence[int]) -> Iterable[Digest | None]:
-        if self._engine.can_fingerprint(tensor) is not None or self._values.is_pending(tensor):
-            return [None] * len(sizes)
-        if self._values.is_elsewhere(tensor):
-            return [self.digest(stretch) for stretch in stretches(tensor, sizes)]
-        return [Digest(*each) for each in self._engine.digests(tensor, sizes)]
+    def cast_digests(
+        self, contents: Iterable[tuple[torch.Tensor, Sequence[int]]], dtype: torch.dtype
+    ) -> Sequence[Digest | None] | None:
+        """As `digests`, of what contents are in another precision; None if they have to be cast to know that.
+
+        Raises:
+            RecorderStateError: The recorder is not open.
+        """
+        self._must_be_open("cast_digests")
+        with _Unseen():
+            return self._digesting.many_cast(contents, dtype)
 
     def writes(self, tensor: torch.Tensor) -> int:
         """How often a tensor's storage is known to have been written; 0 if nothing is known of it.
@@ -677,8 +669,22 @@ class Recorder:
         return None
 
 
-@contextmanager
-def _unseen() -> Iterator[None]:
-    """Ops inside run below every mode and subclass, and without a graph."""
-    with silent(), torch._C.DisableTorchFunction(), torch.no_grad():
-        yield
+class _Unseen:
+    """Ops inside run below every mode and subclass, and without a graph.
+
+    Entered by hand: `contextlib.contextmanager` takes longer than the three that it would hold.
+    """
+
+    __slots__ = ("_guards", "_with_graph")
+
+    def __enter__(self) -> None:
+        self._guards = silent(), torch._C.DisableTorchFunction()
+        for guard in self._guards:
+            guard.__enter__()
+        self._with_graph = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+
+    def __exit__(self, *error: object) -> None:
+        torch._C._set_grad_enabled(self._with_graph)
+        for guard in reversed(self._guards):
+            guard.__exit__(None, None, None)

@@ -16,7 +16,7 @@ import enum
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from typing import Final
 
 VERSION: Final = 1
@@ -153,14 +153,13 @@ def concat(parts: Iterable[tuple[int, int]]) -> int:
     """The digest of parts laid end to end, each given as its digest and its number of digits."""
     raw, offset = 0, 0
     for part, length in parts:
-        raw = (raw + part * _shift(offset)) % P
+        raw = (raw + part * shift(offset)) % P
         offset += length
     return raw
 
 
-@lru_cache(maxsize=4096)
-def _shift(offset: int) -> int:
-    """`R**offset mod P`: an FSDP unit is composed at the same offsets at every gather."""
+def shift(offset: int) -> int:
+    """By what digits count that lie behind so many others: `R**offset mod P`."""
     return pow(R, offset, P)
 
 

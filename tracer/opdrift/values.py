@@ -577,7 +577,11 @@ class Values:
 
     def is_pending(self, tensor: Tensor) -> bool:
         """Whether a copy or a collective is known to fill a tensor still."""
-        state: StorageState | None = getattr(tensor.untyped_storage(), self.key, None)
+        return self.is_filled_later(tensor.untyped_storage())
+
+    def is_filled_later(self, storage: torch.UntypedStorage) -> bool:
+        """As `is_pending`, of a storage."""
+        state: StorageState | None = getattr(storage, self.key, None)
         special = None if state is None else state.special
         return isinstance(special, InFlight) and special.is_pending()
 

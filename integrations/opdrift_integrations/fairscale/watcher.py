@@ -349,7 +349,7 @@ class Watcher:
 
     def _pieces(self, buffer: Unit, shard: Any) -> Digests:
         """The digests of a shard, cut as that of its buffer is."""
-        return self._recorder.digests([(shard, [piece.size for piece in buffer.mine])])
+        return self._recorder.digests([(shard, buffer.cut.mine_sizes)])
 
     def _mark(self, kind: str, unit: str | None, phase: str | None, **fields: Any) -> None:
         self._recorder.mark(kind, library=LIBRARY, unit=unit, phase=phase, **fields)
@@ -358,7 +358,7 @@ class Watcher:
 def _memory(buffer: Unit, parameter: Any, whole: Any) -> Memory:
     """A parameter of fairscale as its shard, and what is gathered from it."""
     return FlatMemory(
-        buffer.buffer,
+        buffer.cut,
         parameter._fp32_shard.detach().reshape(-1),
         whole.detach().reshape(-1),
         (None,) * len(buffer.buffer.parts),

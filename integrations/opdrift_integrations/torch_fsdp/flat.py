@@ -230,7 +230,7 @@ def _over(unit: Unit, handle: Any, whole: Any) -> FlatMemory:
         None if contiguous else tuple(stride)
         for stride, contiguous in zip(flat._strides, flat._contiguities, strict=True)
     )
-    return FlatMemory(unit.buffer, _shard_of(handle), whole.detach().reshape(-1), strides)
+    return FlatMemory(unit.cut, _shard_of(handle), whole.detach().reshape(-1), strides)
 
 
 def _rebound(unit: Unit, handle: Any, memory: FlatMemory) -> list[str]:

@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from opdrift_integrations.layouts import Buffer, Part
 from opdrift_integrations.paths import join
-from opdrift_integrations.tensors import dtype_name, storage_id
+from opdrift_integrations.tensors import dtype_name, shares_storage
 from opdrift_integrations.torch_fsdp.gathers import Follower, Unit, phase_of
-from opdrift_integrations.torch_fsdp.memory import EachMemory, Memory
+from opdrift_integrations.torch_fsdp.memory import EachMemory, Memory, shard_of
 
 Observation = Generator[None, Any, None]
 
@@ -34,6 +34,26 @@ HOOKS: Final = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class _Buffer:
+    """Parameters that are gathered in one dtype.
+
+    Attributes:
+        unit: What is known of them.
+        numbers: Theirs in the group.
+        outer: As of `EachMemory`.
+    """
+
+    unit: Unit
+    numbers: tuple[int, ...]
+    outer: tuple[int, ...]
+
+    def memory(self, group: Any) -> EachMemory:
+        """Where they are now; not to be held."""
+        params = group.fsdp_params
+        return EachMemory(self.unit.cut, [params[number] for number in self.numbers], self.outer)
+
+
 @dataclass(slots=True, eq=False)
 class _Group:
     """The buffers of one group: the parameters that are gathered in one dtype.
@@ -42,7 +62,7 @@ class _Group:
         path: Where its module is in the model.
         ranks: The ranks that gather together; `rank` is this one's number among them.
         partly: It gathers what was kept after a forward, not the shards that the optimizer writes.
-        units: (what is known, the numbers of the parameters in the group) of each buffer.
+        buffers: What is known of each, and of which parameters it is.
         gathering: The shards were read, and what was gathered from them has not been waited for.
         fresh: It was gathered in the call that is running.
     """
@@ -51,13 +71,13 @@ class _Group:
     ranks: tuple[int, ...] | None
     rank: int
     partly: bool
-    units: list[tuple[Unit, list[int]]] = field(default_factory=list)
+    buffers: list[_Buffer] = field(default_factory=list)
     gathering: bool = False
     fresh: bool = False
 
-    def of(self, group: Any) -> list[tuple[Unit, list[Any]]]:
-        """Its buffers, and the parameters of each: the group is passed, since to hold it would keep a model alive."""
-        return [(unit, [group.fsdp_params[i] for i in numbers]) for unit, numbers in self.units]
+    def of(self, group: Any) -> list[tuple[Unit, EachMemory]]:
+        """Its buffers, and where they are: the group is passed, since to hold it would keep a model alive."""
+        return [(each.unit, each.memory(group)) for each in self.buffers]
 
 
 class GroupWatcher:
@@ -75,8 +95,7 @@ class GroupWatcher:
         for group, known in list(self._known.items()):
             for state in known.values():
                 if not state.partly:
-                    for unit, params in state.of(group):
-                        yield unit, self._memory(unit, params, sent=True)
+                    yield from state.of(group)
 
     # ---- observers ----------------------------------------------------------------------------------
 
@@ -87,13 +106,14 @@ class GroupWatcher:
         state = self._state(group)
         if state is None:
             return
-        for unit, params in state.of(group):
-            self._follower.exchanged(unit, phase_of(group), _exchanged(unit, params))
+        phase = phase_of(group)
+        for unit, memory in state.of(group):
+            self._follower.exchanged(unit, phase, _exchanged(memory))
             if state.partly:
                 unit.seen = None  # what was kept after a forward is another tensor each time
-            dtype = params[0].param_dtype or params[0]._sharded_param_data.dtype
-            memory = self._memory(unit, params, sent=True)
-            self._follower.read_shard(unit, memory, dtype, phase_of(group), sent=True)
+            first = memory.params[0]
+            dtype = first.param_dtype or first._sharded_param_data.dtype
+            self._follower.read_shard(unit, memory, dtype, phase, sent=True)
         yield
         state.gathering = group._all_gather_result is not None
 
@@ -104,8 +124,7 @@ class GroupWatcher:
             return
         yield
         state.gathering, state.fresh = False, True
-        for unit, params in state.of(group):
-            memory = self._memory(unit, params)
+        for unit, memory in state.of(group):
             self._follower.gathered(unit, memory, phase_of(group), state.ranks)
 
     def pre_forward(self, group: Any, *args: Any, **kwargs: Any) -> Observation:
@@ -136,16 +155,16 @@ class GroupWatcher:
             partly = bool(group.is_sharded_post_forward)
             known[path, ranks, rank] = state = _Group(path, ranks, rank, partly)
             with self._recorder.quiet():
-                state.units = self._cut(group, state)
+                state.buffers = self._cut(group, state)
         self._groups[group] = known[path, ranks, rank]
         return self._groups[group]
 
-    def _cut(self, group: Any, state: _Group) -> list[tuple[Unit, list[int]]]:
+    def _cut(self, group: Any, state: _Group) -> list[_Buffer]:
         by_dtype: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
         for number, param in enumerate(group.fsdp_params):
             if hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather"):
                 continue  # an extension sends something else than the shard: nothing can be held against it
-            kept = _shard_of(param).dtype
+            kept = shard_of(param).dtype
             by_dtype.setdefault((kept, param.param_dtype or kept), []).append(number)
         found = []
         for (_, dtype), numbers in by_dtype.items():
@@ -161,7 +180,8 @@ class GroupWatcher:
             replicas = _replicas(group)
             if replicas:
                 unit.fields["replicas"] = replicas
-            found.append((unit, numbers))
+            outer = (math.prod(param._orig_size[: param.fsdp_placement.dim]) for param in params)
+            found.append(_Buffer(unit, tuple(numbers), tuple(outer)))
         return found
 
     def _buffer(self, params: Sequence[Any], name: str, state: _Group) -> Buffer:
@@ -173,7 +193,7 @@ class GroupWatcher:
             parts.append(Part(own, offset, math.prod(shape), shape))
             others = zip(info.shared_modules, info.shared_param_names, strict=True)
             tied += [(self._name(module, name), own) for module, name in others]
-            offset += _shard_of(param).numel()
+            offset += shard_of(param).numel()
         ranks = 1 if state.ranks is None else len(state.ranks)
         return Buffer(name, tuple(parts), tuple(tied), offset, ranks, state.rank, "each")
 
@@ -188,45 +208,32 @@ class GroupWatcher:
         state = self._groups.get(group) or self._state(group)
         if state is None or state.fresh or state.partly or not group.is_unsharded:
             return
-        for unit, params in state.of(group):
-            self._follower.exchanged(unit, phase_of(group), _exchanged(unit, params))
-            memory = self._memory(unit, params)
+        phase = phase_of(group)
+        for unit, memory in state.of(group):
+            self._follower.exchanged(unit, phase, _exchanged(memory))
             # the shards may have been written since; what they were sent as does not tell
             dtype = memory.gathered[0].dtype
-            self._follower.read_shard(unit, memory, dtype, phase_of(group), sent=False)
-            self._follower.used(unit, memory, phase_of(group), state.ranks)
+            self._follower.read_shard(unit, memory, dtype, phase, sent=False)
+            self._follower.used(unit, memory, phase, state.ranks)
 
     def _releasing(self, group: Any) -> Observation:
         state = self._groups.get(group)
         if state is None or not group.is_unsharded:
             return
+        phase, released = phase_of(group), state.of(group)
         before = []
-        for unit, params in state.of(group):
-            memory = self._memory(unit, params)
-            self._follower.released(unit, memory, phase_of(group), _rebound(unit, params))
-            before.append(_held(params))
+        for unit, memory in released:
+            self._follower.released(unit, memory, phase, _rebound(memory))
+            before.append(_held(memory))
         yield
-        for (unit, params), held in zip(state.of(group), before, strict=True):
-            device = str(params[0].all_gather_outputs[0].device)
-            self._follower.freed(unit, phase_of(group), held - _held(params), device, "gathered")
-
-    def _memory(self, unit: Unit, params: Sequence[Any], *, sent: bool = False) -> EachMemory:
-        """The tensors of a buffer; `sent` says that it is about to be gathered, and nothing is there yet."""
-        with self._recorder.quiet():
-            return EachMemory(
-                unit.buffer,
-                [_shard_of(param) for param in params],
-                [] if sent else [param.all_gather_outputs[0] for param in params],
-                [] if sent else [param._unsharded_param for param in params],
-                [math.prod(param._orig_size[: param.fsdp_placement.dim]) for param in params],
-            )
+        phase = phase_of(group)
+        for (unit, memory), held in zip(released, before, strict=True):
+            device = str(memory.gathered[0].device)
+            self._follower.freed(unit, phase, held - _held(memory), device, "gathered")
 
 
-def _shard_of(param: Any) -> Any:
-    """This rank's shard, padded: of the whole group, or after a forward of a smaller one."""
-    if param.sharded_state.name == "SHARDED_POST_FORWARD":
-        return param._sharded_post_forward_param_data.reshape(-1)
-    return param._sharded_param_data
+def _held(memory: EachMemory) -> int:
+    return sum(each.untyped_storage().nbytes() for each in memory.gathered)
 
 
 def _is_split(param: Any) -> bool:
@@ -245,33 +252,30 @@ def _replicas(group: Any) -> list[int]:
     return list(dist.get_process_group_ranks(mesh.replicate_process_group))
 
 
-def _held(params: Sequence[Any]) -> int:
-    return sum(param.all_gather_outputs[0].untyped_storage().nbytes() for param in params)
-
-
-def _rebound(unit: Unit, params: Sequence[Any]) -> list[str]:
+def _rebound(memory: EachMemory) -> list[str]:
     """Parameters of the module that are no part of what was gathered any more."""
     found = []
-    for part, param in zip(unit.buffer.parts, params, strict=True):
+    for part, param in zip(memory.cut.buffer.parts, memory.params, strict=True):
         info = param._module_info
         present = info.module._parameters.get(info.param_name)
         if present is None:
             continue
         local = getattr(present, "_local_tensor", present)
-        if storage_id(local) != storage_id(param.all_gather_outputs[0]):
+        if not shares_storage(local, param.all_gather_outputs[0]):
             found.append(part.name)
     return found
 
 
-def _exchanged(unit: Unit, params: Sequence[Any]) -> list[str]:
+def _exchanged(memory: EachMemory) -> list[str]:
     """Parameters whose tensor between gathers is no longer the one that FSDP sends."""
     found = []
-    for part, param in zip(unit.buffer.parts, params, strict=True):
-        kept, info = param.sharded_param, param._module_info
-        if param.sharded_state.name == "SHARDED":
+    for part, param in zip(memory.cut.buffer.parts, memory.params, strict=True):
+        kept, state = param.sharded_param, param.sharded_state
+        if state is type(state).SHARDED:
+            info = param._module_info
             kept = info.module._parameters.get(info.param_name)
         local = getattr(kept, "_local_tensor", None)
-        if local is not None and storage_id(local) != storage_id(param._sharded_param_data):
+        if local is not None and not shares_storage(local, param._sharded_param_data):
             found.append(part.name)
     return found
 

@@ -63,6 +63,60 @@ def _end(buffer: Buffer, number: int) -> int:
     return buffer.parts[number].offset + buffer.parts[number].size
 
 
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A buffer in pieces, and what follows from how it was cut.
+
+    Attributes:
+        buffer: Where the parameters lie in it.
+        pieces: All of it, in the order in which memory has them.
+        mine: The pieces of this rank's shard.
+        mine_at: Where they are among `pieces`.
+        of_parts: Of each parameter, where its pieces are among `pieces`.
+        of_ranks: Of each rank, where those of its shard are.
+        sizes: Of the pieces; `mine_sizes` of those of this rank's shard, `part_sizes` of those of each parameter.
+    """
+
+    buffer: Buffer
+    pieces: tuple[Piece, ...]
+    mine: tuple[Piece, ...]
+    mine_at: tuple[int, ...]
+    of_parts: tuple[tuple[int, ...], ...]
+    of_ranks: tuple[tuple[int, ...], ...]
+    sizes: tuple[int, ...]
+    mine_sizes: tuple[int, ...]
+    part_sizes: tuple[tuple[int, ...], ...]
+
+
+def cut(buffer: Buffer) -> Cut:
+    """Cut a buffer into the pieces by which it is compared."""
+    pieces = pieces_of(buffer)
+    of_parts = _grouped([piece.part for piece in pieces], len(buffer.parts))
+    of_ranks = _grouped([piece.owner for piece in pieces], buffer.ranks)
+    mine_at = of_ranks[buffer.rank]
+    sizes = tuple(piece.size for piece in pieces)
+    return Cut(
+        buffer,
+        pieces,
+        tuple(pieces[at] for at in mine_at),
+        mine_at,
+        of_parts,
+        of_ranks,
+        sizes,
+        tuple(sizes[at] for at in mine_at),
+        tuple(tuple(sizes[at] for at in places) for places in of_parts),
+    )
+
+
+def _grouped(numbers: Sequence[int | None], count: int) -> tuple[tuple[int, ...], ...]:
+    """Where each number from 0 to `count` is among these."""
+    places: list[list[int]] = [[] for _ in range(count)]
+    for at, number in enumerate(numbers):
+        if number is not None:
+            places[number].append(at)
+    return tuple(map(tuple, places))
+
+
 #: A tensor, and of how many elements each piece is that follows in it.
 Stretches = tuple[Any, Sequence[int]]
 
@@ -81,17 +135,14 @@ class Memory(Protocol):
     def own(self, piece: Piece) -> Any:
         """A piece of this rank's shard as it is kept."""
 
-    def full(self, piece: Piece) -> Any:
-        """A piece of what was gathered."""
+    def shard(self) -> Sequence[Stretches]:
+        """All of this rank's shard, in its pieces."""
 
-    def shard(self, pieces: Sequence[Piece]) -> Sequence[Stretches]:
-        """All of this rank's shard, which consists of these pieces."""
+    def whole(self) -> Sequence[Stretches]:
+        """All that was gathered, in its pieces."""
 
-    def whole(self, pieces: Sequence[Piece]) -> Sequence[Stretches]:
-        """All that was gathered, which consists of these pieces."""
-
-    def segment(self, pieces: Sequence[Piece]) -> Sequence[Stretches]:
-        """What this rank contributed to what was gathered, which consists of these pieces."""
+    def segment(self) -> Sequence[Stretches]:
+        """What this rank contributed to what was gathered, in its pieces."""
 
     def parameter(self, part: int) -> Any:
         """A gathered parameter as the model computes with it."""
@@ -99,16 +150,16 @@ class Memory(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FlatMemory:
-    """One flat tensor for all parameters (FSDP1).
+    """One flat tensor for all parameters (FSDP1, fairscale).
 
     Attributes:
-        buffer: Where the parameters lie in it.
+        cut: How it is cut.
         master: This rank's shard.
         everything: The gathered tensor with its padding, one dim.
         strides: Of each parameter that is not contiguous; None for the others.
     """
 
-    buffer: Buffer
+    cut: Cut
     master: Any
     everything: Any
     strides: tuple[tuple[int, ...] | None, ...]
@@ -127,27 +178,22 @@ class FlatMemory:
         """A piece of this rank's shard as it is kept."""
         return self.master[piece.start : piece.start + piece.size]
 
-    def full(self, piece: Piece) -> Any:
-        """A piece of what was gathered."""
-        start = piece.owner * self.buffer.shard + piece.start
-        return self.everything[start : start + piece.size]
-
-    def shard(self, pieces: Sequence[Piece]) -> Sequence[Stretches]:
+    def shard(self) -> Sequence[Stretches]:
         """The one shard."""
-        return ((self.master, _sizes(pieces)),)
+        return ((self.master, self.cut.mine_sizes),)
 
-    def whole(self, pieces: Sequence[Piece]) -> Sequence[Stretches]:
+    def whole(self) -> Sequence[Stretches]:
         """The one gathered tensor."""
-        return ((self.everything, _sizes(pieces)),)
+        return ((self.everything, self.cut.sizes),)
 
-    def segment(self, pieces: Sequence[Piece]) -> Sequence[Stretches]:
+    def segment(self) -> Sequence[Stretches]:
         """A slice of the gathered tensor."""
-        start, end = self.buffer.own
-        return ((self.everything[start:end], _sizes(pieces)),)
+        start, end = self.cut.buffer.own
+        return ((self.everything[start:end], self.cut.mine_sizes),)
 
     def parameter(self, part: int) -> Any:
         """A gathered parameter as the model computes with it."""
-        where, stride = self.buffer.parts[part], self.strides[part]
+        where, stride = self.cut.buffer.parts[part], self.strides[part]
         flat = self.everything[where.offset : where.offset + where.size]
         return flat.view(where.shape) if stride is None else flat.as_strided(where.shape, stride)
 
@@ -157,53 +203,65 @@ class EachMemory:
     """A tensor for each parameter (FSDP2).
 
     Attributes:
-        buffer: Where the parameters lie in a shard.
-        masters: This rank's shards, padded, one dim each.
-        gathered: The gathered tensors, padded, one dim each.
-        parameters: What the model computes with.
+        cut: How they are cut.
+        params: The `FSDPParam` of each.
         outer: Per parameter the product of the dims before the one that is sharded: ranks alternate so often.
     """
 
-    buffer: Buffer
-    masters: Sequence[Any]
-    gathered: Sequence[Any]
-    parameters: Sequence[Any]
+    cut: Cut
+    params: Sequence[Any]
     outer: Sequence[int]
+
+    @property
+    def masters(self) -> Sequence[Any]:
+        """This rank's shards, padded, one dim each."""
+        return [shard_of(param) for param in self.params]
+
+    @property
+    def gathered(self) -> Sequence[Any]:
+        """The gathered tensors, padded, one dim each."""
+        return [param.all_gather_outputs[0] for param in self.params]
 
     def own(self, piece: Piece) -> Any:
         """A piece of this rank's shard as it is kept."""
         assert piece.part is not None
-        return self.masters[piece.part]
+        return shard_of(self.params[piece.part])
 
-    def full(self, piece: Piece) -> Any:
-        """A piece of what was gathered."""
-        assert piece.part is not None
-        whole = self.gathered[piece.part]
-        return whole.view(self.outer[piece.part], self.buffer.ranks, -1)[:, piece.owner]
-
-    def shard(self, pieces: Sequence[Piece]) -> Sequence[Stretches]:
+    def shard(self) -> Sequence[Stretches]:
         """The shard of each parameter."""
-        return [(self.own(piece), (piece.size,)) for piece in pieces]
+        sizes = self.cut.mine_sizes
+        return [(shard_of(param), (size,)) for param, size in zip(self.params, sizes, strict=True)]
 
-    def whole(self, pieces: Sequence[Piece]) -> Sequence[Stretches]:
+    def whole(self) -> Sequence[Stretches]:
         """Each gathered parameter, in one where the ranks lie end to end in it."""
+        if max(self.outer) == 1:
+            return list(zip(self.gathered, self.cut.part_sizes, strict=True))
         found: list[Stretches] = []
-        for number, outer in enumerate(self.outer):
-            of_ranks = pieces[number * self.buffer.ranks : (number + 1) * self.buffer.ranks]
-            if outer == 1:
-                found.append((self.gathered[number], _sizes(of_ranks)))
+        for part, sizes in enumerate(self.cut.part_sizes):
+            if self.outer[part] == 1:
+                found.append((self.params[part].all_gather_outputs[0], sizes))
             else:
-                found += self.segment(of_ranks)
+                found += [(self._of(part, rank), (size,)) for rank, size in enumerate(sizes)]
         return found
 
-    def segment(self, pieces: Sequence[Piece]) -> Sequence[Stretches]:
+    def segment(self) -> Sequence[Stretches]:
         """A slice of each gathered parameter."""
-        return [(self.full(piece), (piece.size,)) for piece in pieces]
+        rank = self.cut.buffer.rank
+        return [(self._of(part, rank), (size,)) for part, size in enumerate(self.cut.mine_sizes)]
 
     def parameter(self, part: int) -> Any:
         """A gathered parameter as the model computes with it."""
-        return self.parameters[part]
+        return self.params[part]._unsharded_param
+
+    def _of(self, part: int, rank: int) -> Any:
+        """What a rank contributed to a gathered parameter."""
+        whole = self.params[part].all_gather_outputs[0]
+        return whole.view(self.outer[part], self.cut.buffer.ranks, -1)[:, rank]
 
 
-def _sizes(pieces: Sequence[Piece]) -> list[int]:
-    return [piece.size for piece in pieces]
+def shard_of(param: Any) -> Any:
+    """This rank's shard of an `FSDPParam`, padded: of the whole group, or after a forward of a smaller one."""
+    state = param.sharded_state
+    if state is type(state).SHARDED_POST_FORWARD:
+        return param._sharded_post_forward_param_data.reshape(-1)
+    return param._sharded_param_data

@@ -200,6 +200,34 @@ NOINLINE uint64_t digest_only(const char *source, int64_t n, int kind) {
     return state.digest.raw;
 }
 
+/* Bits, not floats: what the thread does with subnormals does not matter. */
+static int round_to_bfloat16(uint16_t *to, const char *source, int count) {
+    uint32_t largest = 0;
+    for (int i = 0; i < count; i++) {
+        uint32_t bits;
+        memcpy(&bits, source + 4 * i, 4);
+        uint32_t magnitude = bits & 0x7fffffff;
+        largest = magnitude > largest ? magnitude : largest;
+        to[i] = (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+    }
+    return largest <= 0x7f800000;
+}
+
+NOINLINE int digest_as_bfloat16(const char *source, int64_t n, uint64_t *raw) {
+    uint16_t chunk[CHUNK] __attribute__((aligned(64)));
+    State state;
+    start(&state, BF16, 0);
+    state.digest.ahead = 0;
+    for (int64_t first = 0; first < n; first += CHUNK) {
+        int count = n - first < CHUNK ? (int)(n - first) : CHUNK;
+        if (!round_to_bfloat16(chunk, source + 4 * first, count))
+            return 0;
+        add_chunk(&state, chunk, count, first + count == n);
+    }
+    *raw = state.digest.raw;
+    return 1;
+}
+
 /* ---- the thread's floating-point environment ------------------------------------------------- */
 
 /* A program may flush subnormals to zero (torch.set_flush_denormal), trap exceptions or round
@@ -345,4 +373,21 @@ EXPORT void opdrift_columns(const Row *rows, int64_t count, const Columns *to) {
 /* Only raw, at two to three times the speed. */
 EXPORT uint64_t opdrift_raw(const void *source, int64_t n, int kind) {
     return digest_only(source, n, kind);
+}
+
+/* The same for many contents at once. */
+EXPORT void opdrift_raws(const int64_t *addresses, const int64_t *lengths, const int64_t *kinds,
+                         int64_t count, uint64_t *raws) {
+    for (int64_t i = 0; i < count; i++)
+        raws[i] = digest_only((const char *)addresses[i], lengths[i], (int)kinds[i]);
+}
+
+/* What many contents of float32 are as bfloat16, rounded to the nearest, ties to even. 0 if there is a NaN among
+ * them: what becomes of it is torch's choice, and differs between the start and the end of a tensor. */
+EXPORT int opdrift_bfloat16_raws(const int64_t *addresses, const int64_t *lengths, int64_t count,
+                                 uint64_t *raws) {
+    for (int64_t i = 0; i < count; i++)
+        if (!digest_as_bfloat16((const char *)addresses[i], lengths[i], raws + i))
+            return 0;
+    return 1;
 }

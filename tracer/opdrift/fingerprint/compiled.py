@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import zlib
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -40,6 +41,10 @@ class Library:
     """(rows address, data address, outer, batch, inner, kind, value id); without the GIL."""
     raw: Callable[[int, int, int], int]
     """(data address, components, kind): the digest alone; without the GIL."""
+    raws: Callable[[Sequence[int], Sequence[int], Sequence[int]], Sequence[int]]
+    """(data addresses, components, kinds): the digests alone; without the GIL."""
+    bfloat16_raws: Callable[[Sequence[int], Sequence[int]], Sequence[int] | None]
+    """(data addresses, components): what float32 is as bfloat16, None if NaNs are among them; without the GIL."""
     columns: Callable[[int, int, Any], None]
     """(rows address, rows, `columns._Places`): rows as columns; without the GIL."""
 
@@ -117,6 +122,10 @@ def _open(build: str) -> Library:
     without_gil.opdrift_put_batch.restype = None
     without_gil.opdrift_raw.argtypes = [_ADDRESS, _COUNT, _KIND]
     without_gil.opdrift_raw.restype = ctypes.c_uint64
+    without_gil.opdrift_raws.argtypes = [_ADDRESS, _ADDRESS, _ADDRESS, _COUNT, _ADDRESS]
+    without_gil.opdrift_raws.restype = None
+    without_gil.opdrift_bfloat16_raws.argtypes = [_ADDRESS, _ADDRESS, _COUNT, _ADDRESS]
+    without_gil.opdrift_bfloat16_raws.restype = ctypes.c_int
     without_gil.opdrift_columns.argtypes = [_ADDRESS, _COUNT, _ADDRESS]
     without_gil.opdrift_columns.restype = None
     return Library(
@@ -125,5 +134,36 @@ def _open(build: str) -> Library:
         put_large=without_gil.opdrift_put,
         put_batch=without_gil.opdrift_put_batch,
         raw=without_gil.opdrift_raw,
+        raws=_many(without_gil.opdrift_raws),
+        bfloat16_raws=_many_as_bfloat16(without_gil.opdrift_bfloat16_raws),
         columns=without_gil.opdrift_columns,
     )
+
+
+def _many(
+    fill: Callable[[int, int, int, int, int], None],
+) -> Callable[[Sequence[int], Sequence[int], Sequence[int]], Sequence[int]]:
+    def raws(
+        addresses: Sequence[int], lengths: Sequence[int], kinds: Sequence[int]
+    ) -> Sequence[int]:
+        at, n, of = array("q", addresses), array("q", lengths), array("q", kinds)
+        found = array("Q", bytes(8 * len(at)))
+        fill(_begin(at), _begin(n), _begin(of), len(at), _begin(found))
+        return found
+
+    return raws
+
+
+def _many_as_bfloat16(
+    fill: Callable[[int, int, int, int], int],
+) -> Callable[[Sequence[int], Sequence[int]], Sequence[int] | None]:
+    def raws(addresses: Sequence[int], lengths: Sequence[int]) -> Sequence[int] | None:
+        at, n = array("q", addresses), array("q", lengths)
+        found = array("Q", bytes(8 * len(at)))
+        return found if fill(_begin(at), _begin(n), len(at), _begin(found)) else None
+
+    return raws
+
+
+def _begin(numbers: array[int]) -> int:
+    return numbers.buffer_info()[0]

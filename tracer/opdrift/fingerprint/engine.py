@@ -23,12 +23,17 @@ from opdrift.fingerprint.tensors import (
     plain,
     stretches,
 )
-from opdrift.tfp1 import Code
+from opdrift.tfp1 import FP8_FORMATS, Code
 from opdrift.tracefile.writer import Columns, fingerprint_columns
 
 ENGINES: Final = ("avx512ifma", "avx512", "avx2", "baseline", "numpy")
 """What the environment variable OPDRIFT_FINGERPRINT accepts."""
 VARIABLE: Final = "OPDRIFT_FINGERPRINT"
+CODES: Final = tuple(
+    int(Code.FP8 if kind >= FIRST_FP8_KIND else kind)
+    for kind in range(FIRST_FP8_KIND + len(FP8_FORMATS))
+)
+"""The component code of each kind."""
 LARGE: Final = 32768
 """From so many components on, letting go of the GIL costs less than it gives: use put_large."""
 
@@ -37,7 +42,7 @@ LARGE: Final = 32768
 class Engine:
     """One way to write fingerprints. Engines hold no state that changes, so recorders can share one.
 
-    `put`, `put_large`, `put_batch` and `raw` take addresses and are called without any check: the
+    `put`, `put_large`, `put_batch`, `raw` and their likes for many take addresses and are called without any check: the
     memory must be contiguous and hold what `kinds` says about its dtype. `fingerprint` does all that.
     """
 
@@ -55,6 +60,10 @@ class Engine:
     """(rows address, data address, outer, batch, inner, kind, value id): one row per item [:, b, :]"""
     raw: Callable[[int, int, int], int]
     """(data address, components, kind): the digest alone"""
+    raws: Callable[[Sequence[int], Sequence[int], Sequence[int]], Sequence[int]]
+    """(data addresses, components, kinds): the digests alone of many contents"""
+    bfloat16_raws: Callable[[Sequence[int], Sequence[int]], Sequence[int] | None]
+    """(data addresses, components): what contents of float32 are as bfloat16; None if there are NaNs among them"""
     columns: Callable[[npt.NDArray[Any]], Columns]
     """Contiguous rows as the columns of the table `tensors`"""
     kinds: dict[torch.dtype, int] = field(default_factory=kinds_by_dtype)
@@ -72,14 +81,14 @@ class Engine:
         """Hash, components and component code (`tfp1.Code`) of a tensor that `can_fingerprint` calls readable."""
         ready = tensor if self._is_ready(tensor) else self.plain(tensor)
         kind, n = self.kinds[ready.dtype], ready.numel()
-        return self.raw(ready.data_ptr(), n, kind), n, _code(kind)
+        return self.raw(ready.data_ptr(), n, kind), n, CODES[kind]
 
     def digests(self, tensor: Tensor, sizes: Sequence[int]) -> list[tuple[int, int, int]]:
         """As `digest`, of stretches of so many elements that follow each other in a tensor."""
         if not self._is_ready(tensor):
             return [self.digest(stretch) for stretch in stretches(tensor, sizes)]
         kind, address, found = self.kinds[tensor.dtype], tensor.data_ptr(), []
-        raw, code, width = self.raw, _code(kind), tensor.element_size()
+        raw, code, width = self.raw, CODES[kind], tensor.element_size()
         for size in sizes:
             found.append((raw(address, size, kind), size, code))
             address += size * width
@@ -88,7 +97,7 @@ class Engine:
     def code(self, dtype: torch.dtype) -> int | None:
         """The component code of a dtype whose memory can be read as it is; None if it cannot."""
         kind = self.kinds.get(dtype)
-        return None if kind is None else _code(kind)
+        return None if kind is None else CODES[kind]
 
     def _is_ready(self, tensor: Tensor) -> bool:
         """Whether the memory of a readable tensor can be read as it is."""
@@ -124,10 +133,6 @@ class Engine:
         return row
 
 
-def _code(kind: int) -> int:
-    return int(Code.FP8 if kind >= FIRST_FP8_KIND else kind)
-
-
 def load_engine() -> Engine:
     """The fastest engine of this installation, or the one that OPDRIFT_FINGERPRINT names.
 
@@ -155,6 +160,8 @@ def load_engine() -> Engine:
         put_large=library.put_large,
         put_batch=library.put_batch,
         raw=library.raw,
+        raws=library.raws,
+        bfloat16_raws=library.bfloat16_raws,
         columns=by_core(library.columns),
     )
 
@@ -166,5 +173,7 @@ def _numpy_engine(why: str) -> Engine:
         put_large=numpy_fallback.put,
         put_batch=numpy_fallback.put_batch,
         raw=numpy_fallback.raw,
+        raws=numpy_fallback.raws,
+        bfloat16_raws=numpy_fallback.bfloat16_raws,
         columns=fingerprint_columns,
     )

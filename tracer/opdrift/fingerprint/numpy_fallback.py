@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Final
@@ -116,6 +117,23 @@ def _empty_row() -> NDArray[np.void]:
 
 
 _EMPTY_ROW: Final = _empty_row()
+
+
+def raws(addresses: Sequence[int], lengths: Sequence[int], kinds: Sequence[int]) -> Sequence[int]:
+    """The digests of many contents."""
+    return list(map(raw, addresses, lengths, kinds))
+
+
+def bfloat16_raws(addresses: Sequence[int], lengths: Sequence[int]) -> Sequence[int] | None:
+    """What contents of float32 are as bfloat16; None if NaNs are among them, as the compiled core has it."""
+    found = []
+    for address, n in zip(addresses, lengths, strict=True):
+        bits = _memory(address, 4 * n).view("<u4")
+        if np.any(bits & 0x7FFFFFFF > 0x7F800000):
+            return None
+        rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+        found.append(_raw(rounded.astype("<u2").view(np.uint8), 2))
+    return found
 
 
 # -- digest ---------------------------------------------------------------------------------------
