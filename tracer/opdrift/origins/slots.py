@@ -365,7 +365,7 @@ class SlotJudge:
         behind = region_of(case, left, right, since_agreed=gathered is not None)
         region = unseen_results(case, behind, left, right)
         shared = self._told(region)
-        if any(shared) and (all(shared) or gathered is not None):
+        if any(shared) and (all(shared) or gathered is not None or self._gathers(region)):
             return None
         limit = order_of(case, seen.consumer)
         if any(self._tainted(case.left, 0, v, limit) for v in region.boundary.left):
@@ -389,6 +389,17 @@ class SlotJudge:
         if any(shared) and not size_of(case, found, None).material:
             return None  # one packed product for three: the first of them tells of the rest
         return replace(found, on_right=stands.left is not None and other and not shown)
+
+    def _gathers(self, region: Region) -> bool:
+        """Whether a run gathers parameters in a region: one gather brings many, and which of them differ is told at each."""
+        return any(
+            puts_together(side.name(op))
+            for side, ops in (
+                (self._case.left, region.ops.left),
+                (self._case.right, region.ops.right),
+            )
+            for op in ops
+        )
 
     def _told(self, region: Region) -> list[bool]:
         """Per side that has ops of its own: whether one of those that compute stands for something reported."""
