@@ -36,7 +36,7 @@ LAYERS: tuple[tuple[int, str, str], ...] = (
     (
         3,
         READING,
-        "bounds case compare copies extracalls flow leaves matches modelsettings openmasks orders pairs parts picks provenance races regionresults samples settings sinks steps timeline unfollowed",
+        "bounds case compare copies extracalls flow leaves matches modelsettings openmasks orders pairs parts picks provenance races regionresults replacements samples settings sinks steps timeline unfollowed",
     ),
     (
         4,

@@ -53,13 +53,15 @@ RUNS = (
             poke(step)
             optimizer.step()
 
-    for name in ("right", "unseeded", "gradient"):
+    for name in ("right", "unseeded", "gradient", "replaced", "replaced-alike"):
         net = made(rank if name == "unseeded" else 0)
         model = DistributedDataParallel(net, init_sync=name != "unseeded")
 
         def poke(step):
             if name == "gradient" and rank == 1 and step == 1:
                 net[0].weight.grad.mul_(1.5)
+            if step == 1 and name == "replaced-alike" or (name, rank, step) == ("replaced", 1, 1):
+                net[0].weight.data = net[0].weight.data * 0.5
 
         with opdrift.record(f"{name}.trace", model=model) as recorder:
             train(model, recorder, poke)
@@ -217,6 +219,25 @@ def test_a_gradient_that_one_rank_changes_is_traced_to_its_line(runs: Path):
 
     assert (found.name, found.step) == ("0.weight", 1)
     assert any("aten.mul_.Tensor" in line and "in poke" in line for line in found.cause.evidence)
+
+
+@pytest.mark.slow
+def test_a_parameter_whose_tensor_one_rank_replaces_is_told_with_both_contents(runs: Path):
+    """`.data =` passes no op; its history goes on in the new tensor, and is not that of the old one."""
+    (found,) = found_in(runs / "replaced.trace")
+
+    assert (found.kind, found.name, found.rank, found.step) == ("replica", "0.weight", 1, 1)
+    assert found.cause.summary == (
+        "0.weight differs between ranks 0 and 1: rank 1 replaced its tensor"
+    )
+    (said,) = [line for line in found.cause.evidence if "`.data =`" in line]
+    assert said.startswith("on rank 1, ")
+    assert "the new one was computed by aten.mul.Tensor" in said
+
+
+@pytest.mark.slow
+def test_parameters_that_all_ranks_replace_alike_stay_replicas(runs: Path):
+    assert found_in(runs / "replaced-alike.trace") == []
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from opdrift.picks import AttentionRegion, Picks, Settings
 from opdrift.provenance import Lineage
 from opdrift.records import ArgumentDifference, Call, Op, Pick, Sides
 from opdrift.regions import Regions
+from opdrift.replacements import Replacement, replacements
 from opdrift.samples import OneSample, SampleContents, SampleViews
 from opdrift.settings import argument_differences
 from opdrift.tracefile.columns import Ints
@@ -89,6 +90,13 @@ class Side:
     def lineage(self) -> Lineage:
         """Where contents came from."""
         return Lineage(self.trace)
+
+    @cached_property
+    def replaced(self) -> dict[int, Replacement]:
+        """State -> the parameter that it came in the place of, with no op."""
+        found = replacements(self.trace).values()
+        states = self.contents.states.of
+        return {int(states[r.after.value]): r for each in found for r in each}
 
     @cached_property
     def settings(self) -> Settings:

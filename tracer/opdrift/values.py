@@ -337,7 +337,7 @@ class Values:
         leaf = self._made_leaf(tensor, state)
         if self.integrity != "off" and self.can_read(tensor) and state.may_be_read(tensor):
             self.rereading.learn(tensor, state, leaf)
-        found = self._name_in_module(t, tensor)
+        found = self._name_of(t, tensor)  # `.data =` leaves the Python object what it was
         if found is not None:
             leaf.names.append(found)
             self.tell(t, leaf, entry[0], *found, "use")

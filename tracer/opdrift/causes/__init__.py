@@ -52,6 +52,7 @@ CAUSES: Final[dict[str, Callable[[Evidence], Cause | None]]] = {
     "batch-mixing": batch.batch_mixing,
     "uninitialised": memory.uninitialised,
     "unseen-kernel": memory.unseen_kernel,
+    "weights-replaced": exchanged.weights_replaced,
     "moved": moved.moved,
     "race-gathered": moved.gathered,
     "race-in-flight": inflight.read_in_flight,

@@ -7,7 +7,10 @@ from typing import Final
 from opdrift.causes.evidence import SIDES, Evidence, cause, scope
 from opdrift.causes.masking import hides_something, is_low
 from opdrift.causes.reading import MASK_ARGUMENTS
+from opdrift.causes.unseen import maker_of
+from opdrift.provenance.words import made_words
 from opdrift.records import Cause
+from opdrift.replacements import replaced_words
 from opdrift.tokens import base
 
 #: Ops that hide elements, by the argument that says which.
@@ -41,6 +44,33 @@ def weights_exchanged(e: Evidence) -> Cause | None:
         ],
         "Look where these parameters are assigned or handed over: two names are exchanged, or a module is given"
         " another one's parameter (tying, a list that is indexed wrongly, a converted checkpoint).",
+    )
+
+
+def weights_replaced(e: Evidence) -> Cause | None:
+    """One run put another tensor in the place of a parameter, past the dispatcher."""
+    if e.origin.story != "replaced":
+        return None
+    number = int(e.origin.on_right)
+    name, side, _ = e.sides[number]
+    value = (e.origin.values.left, e.origin.values.right)[number]
+    assert value is not None
+    found = side.replaced[int(side.contents.states.of[value])]
+    return cause(
+        "weights",
+        "certain",
+        f"another tensor was put in the place of {found.name} in the {name} run, and not in the other",
+        [
+            f"{name}: {said}"
+            for said in replaced_words(side.trace, found, made_words(side.lineage.of(value)))
+        ]
+        + [
+            f"{name}: {side.place(maker)} made the new one"
+            for maker in [maker_of(side, value)]
+            if maker is not None
+        ],
+        "Look for `.data =`, `set_()`, a new Parameter and swap_tensors between these ops: replace it in both runs, or write"
+        " into it with parameter.copy_(new), which optimizers, hooks and replicas on other ranks go on to see.",
     )
 
 

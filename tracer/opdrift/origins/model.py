@@ -15,7 +15,8 @@ from opdrift.records import ArgumentDifference, DivergenceKind, Leaf, Sides
 #: "nonfinite": NaN or infinite values appear although none came in. "amplified": the output differs by
 #: more than the inputs explain. "padding": of one sample a view takes what is valid in one run, and padding in the
 #: other. "cancelled": the inputs differ by more than rounding, and what comes of them does not. "compiled": what a
-#: compiled region returns differs by more than rounding and its inputs explain.
+#: compiled region returns differs by more than rounding and its inputs explain. "replaced": one run put another tensor in the place of a
+#: parameter, with no op.
 Story = Literal[
     "leaf",
     "op",
@@ -32,6 +33,7 @@ Story = Literal[
     "padding",
     "cancelled",
     "compiled",
+    "replaced",
 ]
 
 NO_LEAF: Final[Sides[Leaf | None]] = Sides(None, None)

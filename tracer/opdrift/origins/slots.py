@@ -15,11 +15,14 @@ from opdrift.origins.regions import Region, is_sum, region_of, representative, u
 from opdrift.origins.updates import gathered_parameter
 from opdrift.pairs import EQUAL
 from opdrift.records import DivergenceKind, Leaf, Sides
+from opdrift.replacements import Replacement
 from opdrift.shards import puts_together
-from opdrift.sizes import size_of
+from opdrift.sizes import measure, size_of
 
 #: How many earlier writes of a storage are looked at for one that the other run stopped at.
 _LOOK_BACK = 64
+#: By a replacement a parameter comes this much further from the other run's than it was.
+_FURTHER = 10.0
 
 
 class SlotJudge:
@@ -83,6 +86,10 @@ class SlotJudge:
         made_by = self._constant(left, right)
         if made_by >= 0:
             return self._factory(left, right, made_by, seen)
+        replaced = self._replaced(states, left, right)
+        if replaced is not None:
+            known = self._is_reported(states)
+            return None if known else self._replaced_origin(*replaced, left, right, seen)
         if self._writers(states) == (-1, -1):
             if self._is_reported(states) or self._is_told_where_gathered(left, right):
                 return None
@@ -106,11 +113,16 @@ class SlotJudge:
         """Whether both hold what a pair of leaves holds that was reported: gathered once more, for the backward pass."""
         return self._contents_of(states) in self._leaf_contents
 
+    def _bases(self, states: tuple[int, int]) -> tuple[int, int]:
+        """The value that tells most of each state; -1 where none does."""
+        left, right = self._case.left.contents.states, self._case.right.contents.states
+        return int(left.base[states[0]]), int(right.base[states[1]])
+
     def _contents_of(self, states: tuple[int, int]) -> tuple[object, object] | None:
         """The digests of what two states hold; None where one is not known."""
         keys = []
-        for side, state in zip((self._case.left, self._case.right), states, strict=True):
-            base = int(side.contents.states.base[state])
+        sides = self._case.left, self._case.right
+        for side, base in zip(sides, self._bases(states), strict=True):
             if base < 0:
                 return None
             keys.append(side.trace.fingerprints.key(int(side.trace.values.fingerprint[base])))
@@ -198,6 +210,37 @@ class SlotJudge:
         return self._equal(leaf.left.value, theirs[0].value) and self._equal(
             ours[0].value, leaf.right.value
         )
+
+    def _replaced(
+        self, states: tuple[int, int], left: int, right: int
+    ) -> tuple[int, Replacement] | None:
+        """The run, 0 or 1, that alone put another tensor in the place of a parameter, and how; it differs by that."""
+        case = self._case
+        found = case.left.replaced.get(states[0]), case.right.replaced.get(states[1])
+        for number, replacement in enumerate(found):
+            if replacement is None or found[1 - number] is not None:
+                continue
+            other = (case.right, case.left)[number].leaves.of_storage((right, left)[number])
+            if other is None or other.name != replacement.name:
+                continue
+            now = self._bases(states)
+            before = (replacement.last, now[1]) if number == 0 else (now[0], replacement.last)
+            gaps = [measure(case, *pair) if min(pair) >= 0 else None for pair in (before, now)]
+            sizes = [None if gap is None else gap.relative for gap in gaps]
+            if sizes[0] is not None and sizes[1] is not None and _FURTHER * sizes[0] < sizes[1]:
+                return number, replacement
+        return None
+
+    def _replaced_origin(
+        self, number: int, replacement: Replacement, left: int, right: int, seen: _Seen
+    ) -> Origin:
+        kept = (self._case.right, self._case.left)[number].leaves.of_storage((right, left)[number])
+        leaf = Sides(replacement.after, kept) if number == 0 else Sides(kept, replacement.after)
+        region = region_of(self._case, left, right)
+        found = self._origin(
+            "hidden-write", "replaced", left, right, seen, leaf=leaf, region=region
+        )
+        return replace(found, on_right=number == 1)
 
     # ---- ops -------------------------------------------------------------------------------------------
 

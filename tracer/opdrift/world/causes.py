@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from textwrap import shorten
 from typing import Final
 
 from opdrift.causes.evidence import some
 from opdrift.compare import describe, difference
 from opdrift.contents import Contents
-from opdrift.provenance import Lineage, Provenance
+from opdrift.provenance import Lineage
+from opdrift.provenance.words import made_words
 from opdrift.records import RAISED, RANK_ENDED, Cause, Op
+from opdrift.replacements import replaced_words
 from opdrift.steps import Steps
 from opdrift.tracefile.reader import Trace
 from opdrift.world.collectives import Collective, Disagreement, World
@@ -252,8 +255,8 @@ def of_loads(found: Sequence[LoadedDifferently]) -> Cause:
         "certain",
         f"{said} {word} loaded on rank {first.loaded} and never on rank {first.drawn}",
         (
-            f"on rank {first.loaded}, {first.name} {_made(first.how.left)}",
-            f"on rank {first.drawn}, {first.name} {_made(first.how.right)}",
+            f"on rank {first.loaded}, {first.name} {made_words(first.how.left)}",
+            f"on rank {first.drawn}, {first.name} {made_words(first.how.right)}",
         ),
         "Load the checkpoint on every rank before the model is sharded, or broadcast it from the rank that did.",
     )
@@ -270,7 +273,11 @@ def of_split(world: World, replicas: Replicas, group: Sequence[Split]) -> Cause:
         f"{first.replica.name}: {describe(difference(replicas.print(first.usual, first.left), replicas.print(first.odd[0], first.right)))}",
         f"it should be equal: {first.replica.why}",
     ]
-    if first.lacks_writes:
+    apart = _came_apart(world, replicas, first)
+    replaced = apart.replaced
+    if replaced:
+        evidence += apart.told
+    elif first.lacks_writes:
         evidence += _written_last(world, replicas, first)
     elif copies is not None:
         evidence += [
@@ -278,19 +285,23 @@ def of_split(world: World, replicas: Replicas, group: Sequence[Split]) -> Cause:
             for rank, op in copies.items()
         ]
     elif first.step:
-        evidence += _came_apart(world, replicas, first)
+        evidence += apart.told
     else:
         lineages = {rank: Lineage(world.traces[rank]) for rank in (first.usual, first.odd[0])}
         evidence += [
-            f"on rank {rank} it {_made(lineages[rank].of(state.value))}"
+            f"on rank {rank} it {made_words(lineages[rank].of(state.value))}"
             for rank, state in ((first.usual, first.left), (first.odd[0], first.right))
         ]
     return Cause(
         "replica",
         "certain" if first.replica.certain else "likely",
-        f"{said} {'differ' if len(group) > 1 else 'differs'} {_between(first)}, {when}",
+        f"{said} {'differ' if len(group) > 1 else 'differs'} {_between(first)}"
+        + (f": {listed(replaced)} replaced its tensor" if replaced else f", {when}"),
         tuple(evidence),
-        _remedy(first, loaded=copies is not None),
+        "Let every rank replace the parameter alike, or write into it on all ranks: `with torch.no_grad():"
+        " parameter.copy_(new)`."
+        if replaced
+        else _remedy(first, loaded=copies is not None),
     )
 
 
@@ -359,18 +370,15 @@ def _between(split: Split) -> str:
     return f"on {listed(split.odd)} from rank {split.usual} and {alike - 1} more"
 
 
-def _made(found: Provenance) -> str:
-    if found.kind == "drawn":
-        chosen = {True: "a chosen seed", False: "a seed that nobody chose", None: "a generator"}
-        return f"was drawn at random by {found.first_op} (op {found.first_seq}), from {chosen[found.seeded]}"
-    if found.kind == "copied":
-        return f"was copied from {found.root_name or 'a tensor without a name'} (op {found.seq})"
-    if found.op is None:
-        return "was there before the recording"
-    return f"was {found.kind} by {found.op} (op {found.seq})"
+@dataclass(frozen=True, slots=True)
+class _Apart:
+    """How two contents came apart, in words, and which ranks put another tensor in the place of the parameter."""
+
+    told: tuple[str, ...]
+    replaced: tuple[int, ...] = ()
 
 
-def _came_apart(world: World, replicas: Replicas, split: Split) -> Iterator[str]:
+def _came_apart(world: World, replicas: Replicas, split: Split) -> _Apart:
     """Back from two contents that differ to the ops that read the same and made something else."""
     ranks = split.usual, split.odd[0]
     values = [split.left.value, split.right.value]
@@ -378,13 +386,19 @@ def _came_apart(world: World, replicas: Replicas, split: Split) -> Iterator[str]
     contents = [replicas.contents(rank) for rank in ranks]
     what = split.replica.name
     for _ in range(_BACK):
+        replaced = _replaced(world, replicas, dict(zip(ranks, values, strict=True)))
+        if (
+            len(replaced.told) == 1
+        ):  # where all replaced it, what they replaced it by came apart before
+            return replaced
         makers = [int(c.maker[v]) for c, v in zip(contents, values, strict=True)]
         ops = [t.op(m) if m >= 0 else None for t, m in zip(traces, makers, strict=True)]
         one, other = ops
         if one is None or other is None or one.name != other.name:
-            for rank, op in zip(ranks, ops, strict=True):
-                yield f"on rank {rank}, {what} {_last_written(op)}"
-            return
+            told = (
+                f"on rank {r}, {what} {_last_written(op)}" for r, op in zip(ranks, ops, strict=True)
+            )
+            return _Apart(tuple(told))
         further = next(
             (
                 (a, b)
@@ -394,13 +408,27 @@ def _came_apart(world: World, replicas: Replicas, split: Split) -> Iterator[str]
             None,
         )
         if further is None:
-            yield (
+            said = (
                 f"{one.name} (op {one.seq} on rank {ranks[0]}, op {other.seq} on rank {ranks[1]}){_at(one)} made other"
                 " contents of what is equal as far as it is known; a write that no op made may lie before it"
             )
-            return
+            return _Apart((said,))
         values = list(further)
         what = f"what {one.name} (op {one.seq} on rank {ranks[0]}, {other.seq} on rank {ranks[1]}) read"
+    return _Apart(())
+
+
+def _replaced(world: World, replicas: Replicas, values: Mapping[int, int]) -> _Apart:
+    """How another tensor came in the place of a parameter, on each of these ranks that holds it."""
+    told: dict[int, str] = {}
+    for rank, value in values.items():
+        found = replicas.replacement(rank, value)
+        if found is not None:
+            made = made_words(Lineage(world.traces[rank]).of(value))
+            told[rank] = (
+                f"on rank {rank}, {'; '.join(replaced_words(world.traces[rank], found, made))}"
+            )
+    return _Apart(tuple(told.values()), tuple(told))
 
 
 def _last_written(op: Op | None) -> str:

@@ -195,10 +195,13 @@ def _wrong_results(world: World, found: Sequence[WrongResult]) -> Finding:
 
 def _split(world: World, replicas: Replicas, group: Sequence[Split]) -> Finding:
     first = group[0]
-    trace = world.traces[first.odd[0]]
-    writer = (
-        int(replicas.contents(first.odd[0]).maker[first.right.value]) if first.right.step else -1
-    )
+    rank, value = first.odd[0], first.right.value
+    trace = world.traces[rank]
+    writer = int(replicas.contents(rank).maker[value]) if first.right.step else -1
+    replacement = replicas.replacement(rank, value)
+    if replacement is not None:
+        met = trace.index_of(replacement.until)
+        writer = -1 if met is None else met
     op = trace.op(writer) if writer >= 0 else None
     found = _finding(
         "replica",

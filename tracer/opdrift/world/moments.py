@@ -15,6 +15,7 @@ import numpy as np
 
 from opdrift.contents import Contents
 from opdrift.neighbours import Neighbours
+from opdrift.records import Leaf
 from opdrift.tracefile.columns import Ints
 from opdrift.tracefile.reader import Trace
 from opdrift.world.collectives import World
@@ -75,32 +76,43 @@ class Holdings:
         self._near = near
         self._reads = _Reads.of(contents.trace)
 
-    def at(self, value: int, seqs: Ints) -> Ints:
+    def at(self, named: Sequence[Leaf], seqs: Ints) -> Ints:
         """The value that modules last read of a leaf before each of these ops; 0 where none did since the one before.
 
         A rank that ran out of inputs (`Join`) answers what the others reduce, with parameters that it does not use
         until the last of the others hands it theirs. Where no module ever read a leaf: the one that was there.
 
         Args:
-            value: One of the leaf's.
+            named: The rows under which its tensors were first met: more than one where it was replaced.
             seqs: Numbers of ops, in order.
         """
-        trace = self._contents.trace
-        parts = self._near.parts(value)
-        writes = trace.values.write[parts]
-        when, held = self._reads.in_storage(int(trace.values.storage[value]))
-        if not len(when):
-            makers = self._contents.maker[parts]
-            when, held = np.where(makers >= 0, trace.ops.seq[makers], 0), writes
-            since = np.zeros_like(seqs)
-        else:
-            since = np.concatenate(([0], seqs[:-1]))
-        last = np.searchsorted(when, seqs) - 1
-        used = (last >= 0) & (when[np.maximum(last, 0)] >= since)
-        place = np.searchsorted(writes, held[np.maximum(last, 0)], side="right") - 1
-        found: Ints = np.where(used & (place >= 0), parts[np.maximum(place, 0)], 0)
+        found, latest = np.zeros(len(seqs), np.int64), np.full(len(seqs), -1, np.int64)
+        for leaf in named:
+            when, values, was_read = self._of_one(leaf, replaces=leaf is not named[0])
+            since = np.concatenate(([0], seqs[:-1])) if was_read else np.zeros_like(seqs)
+            last = np.searchsorted(when, seqs) - 1
+            known = np.maximum(last, 0)
+            later = (last >= 0) & (when[known] > latest) & (when[known] >= since)
+            found[later], latest[later] = values[known][later], when[known][later]
         return found
 
-    def last(self, value: int) -> int:
-        """What a leaf was when its trace ends."""
-        return int(self._near.parts(value)[-1])
+    def _of_one(self, leaf: Leaf, *, replaces: bool) -> tuple[Ints, Ints, bool]:
+        """When a tensor of a leaf was read, which value it then was (0: not known), and whether it ever was."""
+        trace = self._contents.trace
+        parts = self._near.parts(leaf.value)
+        writes = trace.values.write[parts]
+        when, held = self._reads.in_storage(int(trace.values.storage[leaf.value]))
+        was_read = len(when) > 0
+        if replaces:  # it has the name from here on, whoever read it before
+            later, was_read = when > leaf.seq, True
+            when = np.concatenate([np.array([leaf.seq]), when[later]])
+            held = np.concatenate([trace.values.write[[leaf.value]], held[later]])
+        elif not was_read:
+            makers = self._contents.maker[parts]
+            when, held = np.where(makers >= 0, trace.ops.seq[makers], 0), writes
+        place = np.searchsorted(writes, held, side="right") - 1
+        return when, np.where(place >= 0, parts[np.maximum(place, 0)], 0), was_read
+
+    def last(self, leaf: Leaf) -> int:
+        """What a leaf was when its trace ends, if this is the row under which its tensor was met."""
+        return int(self._near.parts(leaf.value)[-1])

@@ -14,6 +14,7 @@ from opdrift.causes.evidence import some
 from opdrift.contents import Contents
 from opdrift.neighbours import Key
 from opdrift.records import Leaf
+from opdrift.replacements import Replacement, replacements
 from opdrift.shards import sharding
 from opdrift.tracefile.columns import Ints
 from opdrift.tracefile.fingerprints import Fingerprint
@@ -96,6 +97,7 @@ class Replicas:
         self._contents: dict[int, Contents] = {}
         self._held: dict[int, Holdings] = {}
         self._entries = {rank: _entries(trace) for rank, trace in world.traces.items()}
+        self._replaced = {rank: replacements(trace) for rank, trace in world.traces.items()}
         self._gradients = {rank: _gradients(trace) for rank, trace in world.traces.items()}
         self._sharded = {name for trace in world.traces.values() for name in sharded(trace)}
 
@@ -195,7 +197,7 @@ class Replicas:
         """At the first reduction that other contents of it went into; at the end, where all ranks came to that."""
         moments = reductions(self._world, replica.ranks)
         held = [
-            self._holdings(rank).at(self._entries[rank][replica.name].value, moments[rank])
+            self._holdings(rank).at(self._named(rank, replica.name), moments[rank])
             for rank in replica.ranks
         ]
         for number in _unequal(
@@ -207,9 +209,7 @@ class Replicas:
                 return found
         if not self._world.ended_early.isdisjoint(replica.ranks):
             return None
-        last = {
-            r: self._holdings(r).last(self._entries[r][replica.name].value) for r in replica.ranks
-        }
+        last = {r: self._holdings(r).last(self._latest(r, replica.name)) for r in replica.ranks}
         return _split(replica, self._states(replica, last))
 
     def _holdings(self, rank: int) -> Holdings:
@@ -248,12 +248,41 @@ class Replicas:
 
     def history(self, rank: int, name: str) -> Sequence[State]:
         """The contents of a leaf over the run, as far as they are known, in the order of the writes."""
-        leaf = self._entries[rank].get(name)
-        if leaf is None:
-            return ()
-        near = self._world.neighbours(rank)
-        known = ((value, near.key(value)) for value in near.versions(leaf.value).tolist())
+        near, named = self._world.neighbours(rank), self._named(rank, name)
+        write = self._world.traces[rank].values.write
+        known = (
+            (value, near.key(value))
+            for leaf in named
+            for value in near.versions(leaf.value).tolist()
+            # what a tensor held before it was put in the place of another is no content of the leaf
+            if leaf is named[0] or write[value] >= write[leaf.value]
+        )
         return [State(step, v, key) for step, (v, key) in enumerate(known) if key is not None]
+
+    def replacement(self, rank: int, value: int) -> Replacement | None:
+        """How a tensor came in the place of another, where a value is what it then held."""
+        trace = self._world.traces[rank]
+        every = (each for found in self._replaced[rank].values() for each in found)
+        return next((each for each in every if each.holds(trace, value)), None)
+
+    def _named(self, rank: int, name: str) -> Sequence[Leaf]:
+        """The rows under which the tensors of a leaf were first met, in order."""
+        leaf = self._entries[rank].get(name)
+        later = [each.after for each in self._replaced[rank].get(name, ())]
+        return [] if leaf is None else [leaf, *later]
+
+    def _latest(self, rank: int, name: str) -> Leaf:
+        """Of these the one whose tensor the leaf is when the trace ends."""
+        trace, named = self._world.traces[rank], self._named(rank, name)
+        if len(named) == 1:
+            return named[0]
+        storage = trace.values.storage
+        ends = {
+            int(storage[leaf.value])
+            for leaf in trace.leaves
+            if leaf.name == name and leaf.when == "exit" and leaf.kind == named[0].kind
+        }
+        return next((each for each in named if int(storage[each.value]) in ends), named[-1])
 
     def print(self, rank: int, state: State) -> Fingerprint:
         """The fingerprint of a content."""
