@@ -1313,6 +1313,7 @@ OTHER_RULES = {
     "weights-exchanged",
     "weights-kept",
     "weights-packed",
+    "weights-replaced",
     "weights-retied",
     "weights-written",
 }

@@ -9,30 +9,14 @@ import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
-from subprocess import PIPE, CompletedProcess, Popen
 
 import pytest
+from ranks import START, found_in, together
 
 import opdrift
-from opdrift.findings import findings
-from opdrift.records import Finding
 from opdrift.tracefile.opening import rank_folders
 from opdrift.world import World
 from opdrift.world.handed import got
-
-START = """
-    import os, signal, sys, time, warnings, torch, opdrift
-    import torch.distributed as dist
-    from datetime import timedelta
-    from pathlib import Path
-    from torch import nn
-    from torch.nn.parallel import DistributedDataParallel
-    warnings.simplefilter("ignore")  # torch 2.13 renames collectives
-    torch.set_num_threads(1)
-    rank = int(sys.argv[1])
-    dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2,
-                            timeout=timedelta(seconds=20))
-"""
 
 #: One pair of processes records everything but what aborts a rank.
 RUNS = (
@@ -160,30 +144,10 @@ ABORTS = (
 ROOT = Path(__file__).parents[2]
 
 
-def both(program: str, folder: Path) -> list[CompletedProcess[str]]:
-    """Run a program as two ranks in a folder, with opdrift importable."""
-    sources = [str(ROOT / "tracer"), str(ROOT / "integrations")]
-    code = f"import sys; sys.path[:0] = {sources!r}\n" + textwrap.dedent(program)
-    started = [
-        Popen([sys.executable, "-W", "error", "-c", code, str(rank), str(folder / "store")],
-              cwd=folder, stdout=PIPE, stderr=PIPE, text=True)
-        for rank in (0, 1)
-    ]  # fmt: skip
-    outputs = [process.communicate(timeout=120) for process in started]
-    return [
-        CompletedProcess(process.args, process.returncode, *output)
-        for process, output in zip(started, outputs, strict=True)
-    ]
-
-
-def found_in(trace: Path) -> list[Finding]:
-    return list(findings([opdrift.load(folder) for folder in rank_folders(trace).values()]))
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
-    done = both(RUNS, folder)
+    done = together(RUNS, folder)
     assert done[1].returncode == -signal.SIGKILL, done[0].stderr + done[1].stderr
     return folder
 
@@ -323,7 +287,7 @@ def test_a_collective_that_ends_the_process_is_on_disk_before_it_is_issued(
     tmp_path: Path, follow: Callable[[str], dict[str, int]]
 ):
     """Another size aborts a rank: no handler runs, and its last rows are lost, but not what it was about to do."""
-    done = both(ABORTS, tmp_path)
+    done = together(ABORTS, tmp_path)
 
     (found,) = found_in(tmp_path / "aborts.trace")
 

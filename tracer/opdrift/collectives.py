@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from opdrift.sources import Sources
+    from opdrift.values import Values
 
 #: Of a c10d op: what it is called in reports, the position of what a rank gives, and of what it gets (notes:
 #: integrity 9); None for nothing.
@@ -50,6 +51,8 @@ _FUNCTIONAL: Final = {
     "all_to_all_single": "all_to_all",
     "broadcast": "broadcast",
 }
+#: What one rank hands to another as it is; no integration and no sum checks these.
+_PASSED: Final = frozenset({"send", "gather", "scatter", "all_to_all"})
 #: Names of a reduction, as `torch.distributed.ReduceOp` has them.
 _REDUCTIONS: Final = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 #: Seconds between two looks at a collective that is under way.
@@ -67,6 +70,7 @@ class Collectives:
     Args:
         announce: Writes a mark that is on disk when this returns: (thread buffers, kind, fields).
         sources: Source lines.
+        values: Reads what is handed to another rank.
         synchronised: Everything that a program may leave under way is waited for where it is issued.
     """
 
@@ -74,11 +78,13 @@ class Collectives:
         self,
         announce: Callable[[Any, str, Mapping[str, Any]], None],
         sources: Sources,
+        values: Values,
         *,
         synchronised: bool,
     ) -> None:
         self._announce = announce
         self._sources = sources
+        self._values = values
         self.synchronised = synchronised
         #: names of the arguments by op
         self._names: dict[int, tuple[str, ...]] = {}
@@ -111,8 +117,38 @@ class Collectives:
             else _functional(base, args, named)
         )
         if found is not None:
-            fields = {"op": plan.name, **found, "source": self._sources.in_words(frame)}
+            sent = self._sent(found["what"], base, args, named, len(found["ranks"]))
+            fields = {"op": plan.name, **found, **sent, "source": self._sources.in_words(frame)}
             self._announce(t, "collective", fields)
+
+    def _sent(
+        self, what: str, base: str, args: Sequence[Any], named: Mapping[str, Any], ranks: int
+    ) -> Mapping[str, Any]:
+        """Digests of what goes to each rank as it is right now, whatever wrote it, for whoever receives it to be held to."""
+        if what not in _PASSED or self._values.integrity == "off":
+            return {}
+        position = _ARGUMENTS[base][1] if base in _ARGUMENTS else 0  # of a functional one
+        tensors: list[Tensor] = []
+        if position is not None and position < len(args):
+            _collect(args[position], tensors)
+        parts = [
+            part
+            for tensor in tensors
+            for part in self._handed(tensor, _sizes(what, tensor, len(tensors), named, ranks))
+        ]
+        return {
+            "sent": [None if part is None else [f"{part[0]:016x}", *part[1:]] for part in parts]
+        }
+
+    def _handed(
+        self, tensor: Tensor, sizes: Sequence[int]
+    ) -> Sequence[tuple[int, int, int] | None]:
+        """Digest, components and their code of stretches of a tensor of the host; None if it must not be read."""
+        values = self._values
+        if values.is_elsewhere(tensor) or values.is_pending(tensor) or not values.can_read(tensor):
+            return [None] * len(sizes)
+        with silent():
+            return values.engine.digests(tensor, sizes)
 
     def after(self, plan: Plan, out: Any) -> None:
         """Let a functional collective arrive before the program goes on, in a synchronised run.
@@ -214,8 +250,9 @@ def _tensors(args: Sequence[Any], position: int | None) -> list[list[Any]] | Non
     """[dtype, elements] of each tensor of an argument; of many, of each dtype."""
     if position is None or position >= len(args):
         return None
-    found: list[list[Any]] = []
-    _collect(args[position], found)
+    tensors: list[Tensor] = []
+    _collect(args[position], tensors)
+    found: list[list[Any]] = [[str(t.dtype).removeprefix("torch."), t.numel()] for t in tensors]
     if len(found) <= _MOST_TENSORS:
         return found
     total: dict[str, int] = {}
@@ -224,12 +261,25 @@ def _tensors(args: Sequence[Any], position: int | None) -> list[list[Any]] | Non
     return [[dtype, elements] for dtype, elements in total.items()]
 
 
-def _collect(argument: Any, found: list[list[Any]]) -> None:
+def _collect(argument: Any, found: list[Tensor]) -> None:
     if isinstance(argument, Tensor):
-        found.append([str(argument.dtype).removeprefix("torch."), argument.numel()])
+        found.append(argument)
     elif isinstance(argument, list | tuple):
         for item in argument:
             _collect(item, found)
+
+
+def _sizes(
+    what: str, tensor: Tensor, tensors: int, named: Mapping[str, Any], ranks: int
+) -> list[int]:
+    """Elements of a tensor that go to each rank; all of them where it goes to one, or is one of many."""
+    if what != "all_to_all" or tensors != 1:
+        return [tensor.numel()]
+    splits = named.get("input_split_sizes") or ()
+    if not splits:
+        return [tensor.numel() // ranks] * ranks
+    row = tensor.numel() // max(1, tensor.shape[0])
+    return [int(split) * row for split in splits]
 
 
 def _reduction_of(frame: FrameType | None) -> str | None:

@@ -110,7 +110,11 @@ class Outcomes:
         """
         work = work_of(out)
         tensors = written_tensors(*use)
-        readable = "reduce_scatter" not in use.plan.name and use.plan.waits
+        # that of a message on gloo says so once the program's own wait has returned, and only then
+        readable = "reduce_scatter" not in use.plan.name
+        if work is None and "recv" in use.plan.name:  # one of a batch on a device: nothing tells
+            self._values.written(t, tensors, outputs, in_flight=InFlight(None, readable=False))
+            return PENDING | UNFINGERPRINTED
         if work is None or (use.plan.waits and is_synchronous(*use)):
             if work is None or waited(work):
                 self._values.written(t, tensors, outputs)

@@ -212,7 +212,10 @@ class Recorder:
             flush=spool.flush,
             failed=self._failed,
             collectives=Collectives(
-                spool.announce, self._sources, synchronised=self._options.synchronised
+                spool.announce,
+                self._sources,
+                self._values,
+                synchronised=self._options.synchronised,
             ),
             batches=self._batches,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from textwrap import shorten
 from typing import Final
@@ -21,6 +21,7 @@ from opdrift.world.collectives import Collective, Disagreement, World
 from opdrift.world.ends import End, ends
 from opdrift.world.loads import LoadedDifferently
 from opdrift.world.messages import Message
+from opdrift.world.passed import WrongMessage
 from opdrift.world.replicas import Replicas, Split
 from opdrift.world.results import WrongResult
 
@@ -119,6 +120,24 @@ def of_message(sent: Message, received: Message) -> Cause:
         tuple(f"rank {part.rank}: {part.asked}, {_where(part)}" for part in (sent, received)),
         "Let the receiver have room for what is sent, of its dtype and size; of messages with one tag the first that is"
         " sent is the first that is received.",
+    )
+
+
+def of_wrong_message(wrong: WrongMessage) -> Cause:
+    """A rank received something else than its peer sent."""
+    sent, received = wrong.sent, wrong.received
+    more = f"{wrong.more} more of these messages did not arrive as they were sent"
+    return Cause(
+        "collective",
+        "likely",
+        f"what rank {received.rank} got by {received.place} is not what rank {sent.rank} gave to {sent.place}",
+        (
+            *wrong.evidence,
+            *(f"rank {part.rank}: {part.asked}, {_where(part)}" for part in (sent, received)),
+            *([more] if wrong.more else []),
+        ),
+        "Let nothing write into a tensor between isend() and its wait(), and read what irecv() fills after its wait() only:"
+        " look for a buffer that is used again too early, numpy, and other threads and streams.",
     )
 
 

@@ -15,7 +15,7 @@ from opdrift.neighbours import Neighbours
 from opdrift.records import Mark
 from opdrift.tracefile.reader import Trace
 from opdrift.world.messages import Messages, messages_of
-from opdrift.world.tensors import Tensors, in_words, tensors_of
+from opdrift.world.tensors import Sent, Tensors, in_words, sent_of, tensors_of
 
 #: Between two ranks of a group: these are no collectives of the whole group.
 _PEER_TO_PEER: Final = frozenset({"send", "recv"})
@@ -37,6 +37,7 @@ class Collective:
         number: Which collective of the group this is on this rank, from 1.
         given: What the rank gives; None where that is not known.
         got: What the rank gets; None where that is not known.
+        sent: The content of what it hands to each rank as it was handed over; none where it was not read.
         reduction: `SUM`, `MAX`, ...; None where nothing told it (DDP asks in C++).
         root: Global rank that a broadcast starts from, or a reduce goes to; None for others.
         index: Index of the op; None where the process ended in it.
@@ -53,6 +54,7 @@ class Collective:
     number: int
     given: Tensors | None
     got: Tensors | None
+    sent: Sent
     reduction: str | None
     root: int | None
     index: int | None
@@ -267,6 +269,7 @@ def _collective(
         number=number,
         given=tensors_of(fields.get("given")),
         got=tensors_of(fields.get("got")),
+        sent=sent_of(fields.get("sent")),
         reduction=fields.get("reduction"),
         root=fields.get("root"),
         index=trace.index_of(mark.seq),

@@ -17,6 +17,7 @@ from opdrift.world.causes import (
     of_message,
     of_split,
     of_waiting,
+    of_wrong_message,
     of_wrong_results,
 )
 from opdrift.world.collectives import Collective, Disagreement, World
@@ -24,6 +25,7 @@ from opdrift.world.ends import End, ends, first_ends
 from opdrift.world.handed import given
 from opdrift.world.loads import loaded_differently
 from opdrift.world.messages import Message, disagreements
+from opdrift.world.passed import wrong_messages
 from opdrift.world.replicas import Replicas, Split
 from opdrift.world.results import WrongResult, by_place, minority, wrong_results
 from opdrift.world.work import of_other_mode, other_modes
@@ -53,6 +55,8 @@ def end_findings(world: World) -> Iterator[Finding]:
 def _contents(world: World) -> Iterator[Finding]:
     for wrong in by_place(wrong_results(world)):
         yield _wrong_results(world, wrong)
+    for message in wrong_messages(world):
+        yield _at(of_wrong_message(message), world.traces[message.received.rank], message.received)
     replicas = Replicas(world)
     splits = [
         split for replica in replicas.found() if (split := replicas.split(replica)) is not None
@@ -147,12 +151,17 @@ def without_handed(world: World, found: Sequence[Finding]) -> list[Finding]:
 def _is_handed(world: World, finding: Finding) -> bool:
     if len(world.traces) < 2 or finding.seq is None:
         return False
-    meeting = world.by_op.get((finding.rank or 0, finding.seq))
-    return meeting is not None and any(
+    here = finding.rank or 0, finding.seq
+    meeting = world.by_op.get(here)
+    givers: list[Collective | Message] = [
+        sent for sent, received in world.messages.met if (received.rank, received.seq) == here
+    ]
+    if meeting is not None:
+        givers += [member for rank, member in meeting.members.items() if rank != finding.rank]
+    return any(
         part.nonfinite
-        for rank, member in meeting.members.items()
-        if rank != finding.rank
-        for handed in given(world, member)
+        for giver in givers
+        for handed in given(world, giver)
         if handed is not None
         for part in handed.parts
     )

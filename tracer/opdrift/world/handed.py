@@ -15,9 +15,13 @@ from opdrift.records import TensorArgument
 from opdrift.tracefile.fingerprints import Fingerprint
 from opdrift.tracefile.reader import Trace
 from opdrift.world.collectives import Collective, World
+from opdrift.world.messages import Message
 
 #: Which argument of a c10d op holds what a rank gives, as far as contents are looked at.
-_GIVEN: Final = {"all_reduce": 0, "broadcast": 0, "reduce": 0, "all_gather": 1, "reduce_scatter": 1}
+_GIVEN: Final = {
+    "all_reduce": 0, "broadcast": 0, "reduce": 0, "send": 0, "all_gather": 1, "reduce_scatter": 1, "gather": 1,
+    "scatter": 1, "all_to_all": 1,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +55,7 @@ class Handed:
         return sum(part.n for part in self.parts)
 
 
-def given(world: World, part: Collective) -> Sequence[Handed | None]:
+def given(world: World, part: Collective | Message) -> Sequence[Handed | None]:
     """What a rank gave, a tensor each; None where that is not known."""
     if part.index is None:
         return ()
@@ -61,7 +65,7 @@ def given(world: World, part: Collective) -> Sequence[Handed | None]:
     else:
         values = _argument(trace, part.index, _GIVEN.get(part.what, 0))
     known = [_known(world, part.rank, value) for value in values]
-    if part.what != "all_gather":
+    if isinstance(part, Message) or part.what != "all_gather":
         return known
     return [None if each is None or _is_outdated(world, part, each) else each for each in known]
 
@@ -77,7 +81,7 @@ def _is_outdated(world: World, part: Collective, known: Handed) -> bool:
     return (shard["n"], shard["code"]) == (n, code) and int(shard["raw"], 16) != raw
 
 
-def got(world: World, part: Collective) -> Sequence[Handed | None]:
+def got(world: World, part: Collective | Message) -> Sequence[Handed | None]:
     """What a rank got, a tensor each; None where that is not known."""
     if part.index is None:
         return ()
@@ -87,7 +91,7 @@ def got(world: World, part: Collective) -> Sequence[Handed | None]:
     return [_known(world, part.rank, value) for value in values]
 
 
-def _is_functional(part: Collective) -> bool:
+def _is_functional(part: Collective | Message) -> bool:
     return part.op.startswith("_c10d_functional.")
 
 

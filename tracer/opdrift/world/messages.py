@@ -13,7 +13,7 @@ from typing import Any
 
 from opdrift.records import Mark
 from opdrift.tracefile.reader import Trace
-from opdrift.world.tensors import Tensors, in_words, tensors_of
+from opdrift.world.tensors import Sent, Tensors, in_words, sent_of, tensors_of
 
 #: (group, its ranks, sender, receiver, tag)
 Line = tuple[str, tuple[int, ...], int, int, int]
@@ -31,6 +31,7 @@ class Message:
         line: Group, ranks, sender, receiver and tag.
         number: Which of the line this is on this rank, from 1.
         tensors: What is sent, or room for what is received; None where that is not known.
+        sent: The content of what is sent as it was handed over; none where it was not read.
         index: Index of the op; None where the process ended in it.
         source: The line of the program.
         module: The module's path.
@@ -43,6 +44,7 @@ class Message:
     line: Line
     number: int
     tensors: Tensors | None
+    sent: Sent
     index: int | None
     source: str | None
     module: str
@@ -145,6 +147,7 @@ def _message(rank: int, trace: Trace, mark: Mark, line: Line, number: int) -> Me
         line=line,
         number=number,
         tensors=tensors_of(fields.get("given") or fields.get("got")),
+        sent=sent_of(fields.get("sent")),
         index=trace.index_of(mark.seq),
         source=fields.get("source"),
         # of a process that ended here, the call may not have reached the disk

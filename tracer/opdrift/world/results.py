@@ -17,10 +17,14 @@ from opdrift.tfp1 import Code
 from opdrift.tracefile.fingerprints import Fingerprint
 from opdrift.world.collectives import Meeting, World
 from opdrift.world.handed import Handed, given, got
+from opdrift.world.passed import wrong_parts
+from opdrift.world.sampled import not_at_samples
 
 #: Relative error that a sum over ranks may have, by component (notes: integrity 11; measured up to 1.3e-7 in
 #: float32 and 5e-4 in float16).
 _TOLERANCE: Final = {Code.F64: 1e-12, Code.F32: 1e-5, Code.F16: 2.0**-9, Code.BF16: 2.0**-7}
+#: What storing a sketch leaves out, relative to its norm: 28 bits of each bucket (decision 4).
+_STORED: Final = 2.0**-27
 _WORDS: Final = {"SUM": "sum", "AVG": "mean", None: "sum or mean"}
 
 #: A reduction that is a sum, or a sum divided; where nothing told which, either may be right.
@@ -113,6 +117,9 @@ def _check(world: World, meeting: Meeting) -> WrongResult | None:
         return _broadcast(meeting, inputs, outputs)
     if meeting.what == "all_gather":
         return _gathered(meeting, inputs, outputs)
+    if meeting.what in ("gather", "scatter", "all_to_all"):
+        passed = wrong_parts(world, meeting, outputs)
+        return None if passed is None else WrongResult(meeting, "other", (passed[0],), passed[1])
     if meeting.is_whole and meeting.what in ("all_reduce", "reduce"):
         return _reduced(meeting, inputs, outputs)
     if meeting.is_whole and meeting.what == "reduce_scatter":
@@ -230,11 +237,23 @@ def _not_reduced(
     if len(prints) < len(wholes):
         return _not_summed([result], known, reduction, len(known))
     told, *terms = prints
-    if not components.is_float(told) or any(p.nonfinite for p in prints):
+    if len({p.code for p in prints}) > 1 or any(p.nonfinite for p in prints):
         return None
+    said = not_at_samples(told, terms, reduction, _tolerance(told, len(terms)))
+    if said is not None:
+        return said
     if reduction in ("MAX", "MIN"):
         return _not_extreme(told, terms, reduction)
+    # a sum of whole numbers may run over; DDP, which says nothing of its reduction, has none
+    whole = not components.is_float(told)
+    if whole and (reduction != "SUM" or sum(t.absmax for t in terms) >= _largest(told)):
+        return None
     return _not_linear(told, terms, reduction)
+
+
+def _largest(fingerprint: Fingerprint) -> float:
+    """A bound of what whole numbers of a type hold, and of those that float64 holds exactly."""
+    return min(2.0 ** (8 * Code(fingerprint.code).bytes - 1), 2.0**53)
 
 
 def _not_extreme(
@@ -262,7 +281,7 @@ def _not_linear(
         float(np.linalg.norm(total / d - told)) / (norms / d or 1.0)
         for d in _divisors(reduction, size)
     )
-    tolerance = _tolerance(result, size)
+    tolerance = _tolerance(result, size) + (_STORED if result.sketch is not None else 0.0)
     if off <= tolerance:
         return None
     return (
