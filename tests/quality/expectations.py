@@ -2,8 +2,8 @@
 
 | fault | place | causes, and why these |
 |---|---|---|
-| one-ulp noise | the op | `rounding` at an op whose result depends on the order of summation or on the library; at an exact op (one rounding or none, or a constant) no order explains it: `kernel`, an implementation or memory that is not the other run's, and material |
-| sign flip | the op | `kernel`, material: the same inputs give another number |
+| one-ulp noise | the op | `rounding` at an op whose result depends on the order of summation or on the library; at an exact op (one rounding or none, or a constant) no order explains it: `kernel`, an implementation or memory that is not the other run's, and material; of a copy `race`: it is not what was copied |
+| sign flip | the op | `kernel`, material: the same inputs give another number; of a copy `race` |
 | swapped weights | the op that reads the weight, through views | `weights`, with both names |
 | scale argument | the op; for a constant the op that reads it | `op-args`, with the argument's name |
 | dropped mask | the op that hides | `mask` |
@@ -219,6 +219,16 @@ class Sound:
             return False  # one multiplication
         return name not in _EXACT or (name in ("add", "sub") and given.get("alpha", 1) != 1)
 
+    def is_copy(self, op: int) -> bool:
+        """Whether an op gives the very content of its input, and that is known."""
+        called = self.trace.op(op)
+        name = called.name.split(".")[1]
+        if name not in ("clone", "copy_", "_to_copy", "lift_fresh_copy"):
+            return False
+        source = called.inputs[1 if name == "copy_" else 0]
+        keys = [_key(self.trace, value) for value in (source, called.outputs[0])]
+        return keys[0] is not None and keys[0] == keys[1]
+
 
 def _key(trace: Trace, value: int) -> tuple[int, int, int] | None:
     """What a value's content is known by; None where it was not fingerprinted."""
@@ -234,7 +244,8 @@ def expected(plant: Plant, sound: Sound, planted: Trace) -> Expectation:
         case "one-ulp noise" if sound.rounds(plant.op):
             return Expectation(same, frozenset({"rounding"}), material=False)
         case "one-ulp noise" | "sign flip":
-            return Expectation(same, frozenset({"kernel"}))
+            wrong = frozenset({"race"} if sound.is_copy(plant.op) else {"kernel"})
+            return Expectation(same, wrong)
         case "swapped weights":
             read = (sound.reader(plant.op) if sound.is_view(plant.op) else plant.op) + 1
             return Expectation(
