@@ -279,8 +279,11 @@ def test_ranks_that_all_loaded_other_weights_all_originate():
 CLOSED = "RuntimeError: Connection closed by peer"
 
 
-def reducing(*issued: int, exceptions: tuple[str, ...] = (), lost: tuple[int, ...] = (), change: int | None = None) -> dict[int, Trace]:  # fmt: skip
-    """Each rank issues so many collectives, and goes on if it did not raise."""
+def reducing(*issued: int, exceptions: tuple[str, ...] = (), lost: tuple[int, ...] = (), change: int | None = None, left_behind: float = 1.0) -> dict[int, Trace]:  # fmt: skip
+    """Each rank issues so many collectives, and goes on if it did not raise.
+
+    One that raised has `left_behind` in the tensor of its last one.
+    """
     traces = {}
     for rank, count in enumerate(issued):
         raised = exceptions[rank] if exceptions else ""
@@ -290,7 +293,7 @@ def reducing(*issued: int, exceptions: tuple[str, ...] = (), lost: tuple[int, ..
             y = build.op(
                 "mm", y, build.leaf(f"w{number}.weight"), change="*" if rank == change else ""
             )
-            y = collective(build, "all_reduce", y, result=np.ones(4, "<f4"), ranks=range(len(issued)))  # fmt: skip
+            y = collective(build, "all_reduce", y, result=np.full(4, left_behind if raised and number == count - 1 else 1.0, "<f4"), ranks=range(len(issued)))  # fmt: skip
         if not raised and rank not in lost:
             build.output(build.op("relu", y))
         traces[rank] = build.build(f"run.trace/rank-{rank:05d}")
@@ -349,3 +352,64 @@ def test_ranks_that_all_raised_by_themselves_end_as_each_of_them_says():
 
     assert found.first is not None
     assert found.first.cause.summary.startswith(f"the right run ended with {own}")
+
+
+# ---- collectives that went wrong in one run ------------------------------------------------------------
+
+
+def added_up(reductions: tuple[str, str], result: float) -> dict[int, Trace]:
+    """Two ranks reduce, each as it asks for."""
+    traces = {}
+    for rank, reduction in enumerate(reductions):
+        build = Builder(rank=rank, world_size=2)
+        x = build.leaf("x", kind="input")
+        y = collective(build, "all_reduce", x, result=np.full(4, result, "<f4"), reduction=reduction)  # fmt: skip
+        build.output(build.op("relu", y, content=np.full(4, result, "<f4")))
+        traces[rank] = build.build(f"run.trace/rank-{rank:05d}")
+    return traces
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_what_ranks_do_not_agree_about_is_the_cause_of_another_result_of_a_collective(number: int):
+    """Each rank's inputs are equal in both runs: by itself it would blame the kernel."""
+    runs = [added_up(("SUM", "SUM"), 1.0), added_up(("SUM", "MAX"), 9.0)]
+    name = ("left", "right")[number]
+    left, right = runs if number else runs[::-1]
+
+    for found in (compared(left, right), alone(0, left, right), alone(1, left, right)):
+        assert found.first is not None
+        assert (found.first.op, found.first.cause.slug, found.first.cause.confidence) == (
+            "c10d.allreduce_.default",
+            "collective",
+            "certain",
+        )
+        assert found.first.cause.summary.startswith(
+            f"in the {name} run, the ranks do not agree about the reduction of collective 1"
+        )
+
+
+def test_what_ranks_agree_about_in_neither_run_explains_no_difference():
+    left, right = added_up(("SUM", "MAX"), 1.0), added_up(("SUM", "MAX"), 9.0)
+
+    assert {slug for _, slug in firsts(compared(left, right)).values()} == {"structure"}
+
+
+def test_a_collective_that_gives_something_else_is_never_told_as_a_kernel():
+    """What the other ranks gave to it is an input, too, and a rank by itself does not know that."""
+    found = diagnose(added_up(("SUM", "SUM"), 1.0)[0], added_up(("SUM", "SUM"), 9.0)[0])
+
+    assert found.first is not None
+    assert found.first.op == "c10d.allreduce_.default"
+    assert "kernel" not in {each.slug for each in found.causes}
+
+
+def test_what_a_collective_left_when_its_peer_was_gone_is_no_result():
+    """Its tensor may hold a part of a sum: that the peer ended is what happened."""
+    left = reducing(3, 3)
+    right = reducing(2, 1, exceptions=(CLOSED, ""), lost=(1,), left_behind=7.0)
+
+    for found in (compared(left, right), alone(0, left, right)):
+        assert found.first is not None
+        assert found.first.cause.slug == found.causes[0].slug == "rank-ended"
+        assert found.first.cause.summary.startswith("in the right run, rank 1 ended in the middle")
+    assert firsts(compared(left, right))[0] == ("c10d.allreduce_.default", "rank-ended")

@@ -20,13 +20,18 @@ _BLOCK: Final = 1 << 15
 _WALK: Final = 20_000
 
 
+def is_collective(name: str) -> bool:
+    """Whether an op of this name talks to other ranks: what it gives depends on what they do."""
+    return name.startswith(("c10d.", "_c10d_functional."))
+
+
 def steering_ops(contents: Contents) -> list[int]:
     """Ops that hand a tensor's content to the program itself, or to another process."""
     trace = contents.trace
     named: set[int] = set()
     for signature in contents.tokens.table:
         name = trace.op_info(signature).name
-        if base(name) in _STEERING or name.startswith(("c10d.", "_c10d_functional.")):
+        if base(name) in _STEERING or is_collective(name):
             named.add(signature)
     if not named:
         return []

@@ -25,6 +25,7 @@ from opdrift.causes.picked import (
 from opdrift.causes.pins import FAST_PATH, PADDED
 from opdrift.causes.precision import cast_on_one_side, casts_at
 from opdrift.compare import number
+from opdrift.flow import is_collective
 from opdrift.origins.kinds import draws
 from opdrift.records import Cause
 from opdrift.sizes import threads
@@ -291,6 +292,8 @@ def _other_result(e: Evidence) -> Cause | None:
     op = e.origin.op
     if op.left is None or op.right is None or e.is_region:
         return None
+    if is_collective(e.case.left.name(op.left)):
+        return None  # what the other ranks gave, and how they ended, is its input, too
     if e.origin.settings and not e.case.by_sample:
         return None  # it was asked to compute something else
     states = int(e.case.left.trace.ops.rng[op.left]), int(e.case.right.trace.ops.rng[op.right])

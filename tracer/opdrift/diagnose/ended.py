@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
 from opdrift.causes.structure import end_of
 from opdrift.diagnose.divergences import between_ranks
 from opdrift.errors import IncomparableTracesError
-from opdrift.records import Cause, Diagnosis, Finding, Sides
+from opdrift.records import Cause, Diagnosis, Divergence, Finding, Sides
 from opdrift.tracefile.reader import Trace
-from opdrift.world.causes import last_op
-from opdrift.world.collectives import World
-from opdrift.world.ends import ends
-from opdrift.world.findings import end_findings
+from opdrift.world.causes import last_op, of_disagreement
+from opdrift.world.collectives import Disagreement, World
+from opdrift.world.ends import End, ends
+from opdrift.world.findings import end_findings, odd_ones
 from opdrift.world.one_run import of_another_run
 
 #: Compares one rank of two runs as far as both traces go.
@@ -42,14 +42,13 @@ class Endings:
             return one
         for side in self._sides:
             footer = side.traces[rank].footer
-            if footer is None or not first.cause.summary.startswith(end_of(side.name, footer)):
-                continue
-            cause = side.reason
+            said = footer is not None and first.cause.summary.startswith(end_of(side.name, footer))
+            if (said or side.ended_in(rank, first)) and side.reason is not None:
+                return _because(one, first, side.reason)
+        for side, other in (self._sides, self._sides[::-1]):
+            cause = side.disagreed(rank, first, other)
             if cause is not None:
-                changed = replace(first, cause=cause)
-                origins = tuple(changed if origin is first else origin for origin in one.origins)
-                causes = tuple(dict.fromkeys([cause, *(origin.cause for origin in origins)]))
-                return replace(one, first=changed, origins=origins, causes=causes)
+                return _because(one, first, cause)
         return one
 
     def unfinished(self, rank: int, compare: Compare) -> Diagnosis | None:
@@ -102,6 +101,14 @@ class Endings:
                 yield side.reason.summary[0].upper() + side.reason.summary[1:]
 
 
+def _because(one: Diagnosis, first: Divergence, cause: Cause) -> Diagnosis:
+    """The same diagnosis, with another cause of its first difference."""
+    changed = replace(first, cause=cause)
+    origins = tuple(changed if origin is first else origin for origin in one.origins)
+    causes = tuple(dict.fromkeys([cause, *(origin.cause for origin in origins)]))
+    return replace(one, first=changed, origins=origins, causes=causes)
+
+
 class _Ending:
     """How one run ended."""
 
@@ -123,6 +130,49 @@ class _Ending:
             return None
         cause = self.found.cause
         return replace(cause, summary=f"in the {self.name} run, {cause.summary}")
+
+    def ended_in(self, rank: int, origin: Divergence) -> bool:
+        """Whether an origin is the collective that a rank waited in for others, and ended in.
+
+        What it left in its tensors is no result: it may hold a part of one.
+        """
+        end = self._ends.get(rank)
+        if end is None or not end.follows or end.waited_in is None:
+            return False
+        if origin.kind != "op" or origin.inputs_match is False:
+            return False
+        return end.waited_in.seq == self._seq(origin)
+
+    def disagreed(self, rank: int, origin: Divergence, other: _Ending) -> Cause | None:
+        """What ranks asked differently of the collective that an origin is, if they agreed in the other run."""
+        if origin.kind != "op" or origin.inputs_match is False:
+            return None
+        for found in self._disagreements:
+            part = found.members.get(rank)
+            if part is None or found.about == "missing" or part.seq != self._seq(origin):
+                continue
+            if any(
+                (d.group, d.number) == (found.group, found.number) for d in other._disagreements
+            ):
+                continue
+            cause = of_disagreement(self._world, found, odd_ones(found))
+            return replace(cause, summary=f"in the {self.name} run, {cause.summary}")
+        return None
+
+    def _seq(self, origin: Divergence) -> int | None:
+        return origin.seq.left if self.name == "left" else origin.seq.right
+
+    @cached_property
+    def _ends(self) -> Mapping[int, End]:
+        if of_another_run(list(self.traces.values())) is not None:
+            return {}
+        return ends(self._world)
+
+    @cached_property
+    def _disagreements(self) -> Sequence[Disagreement]:
+        if of_another_run(list(self.traces.values())) is not None:
+            return ()
+        return tuple(self._world.disagreements)
 
     @cached_property
     def is_over(self) -> bool:
