@@ -70,9 +70,12 @@ class FakeRecorder:
         return None
 
     def name_tensors(
-        self, named: Iterable[tuple[torch.Tensor, str]], *, kind: str = "parameter"
+        self,
+        named: Iterable[tuple[torch.Tensor, str, FakeDigest | None]],
+        *,
+        kind: str = "parameter",
     ) -> None:
-        for tensor, name in named:
+        for tensor, name, _ in named:
             self.name_tensor(tensor, name, kind=kind)
 
     def digest(self, tensor: torch.Tensor) -> FakeDigest | None:

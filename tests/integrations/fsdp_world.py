@@ -205,6 +205,12 @@ def local(parameter: torch.Tensor) -> torch.Tensor:
     return getattr(parameter, "_local_tensor", parameter).detach()
 
 
+def poke_shard(block: nn.Module) -> None:
+    """What the block's weight is gathered from, after it was gathered for forward and before it is for backward."""
+    params = block._get_fsdp_state()._fsdp_param_group.fsdp_params
+    poke(next(p for p in params if p._param_fqn.endswith("fc1.weight"))._sharded_param_data, 5)
+
+
 class Fault:
     """Planted into a training of two steps.
 
@@ -359,6 +365,9 @@ for _wrap, _options in (
         f"{_name}-clamped": Fault(_wrap, options=_options, forward=clamp),
         f"{_name}-hidden": Fault(_wrap, options=_options, between=lambda model: poke(local(model.layers[1].fc2.weight), 5)),
     }  # fmt: skip
+FAULTS["fsdp2-bf16-meanwhile"] = Fault(
+    fsdp2, options={"mp_policy": MixedPrecisionPolicy(param_dtype=BF16)}, forward=poke_shard
+)
 FAULTS["fsdp1-buffers"] = Fault(fsdp1, patches=other_buffer)
 FAULTS["fsdp2-buffers"] = Fault(fsdp2, patches=other_buffer)
 FAULTS["fsdp2-exchanged"] = Fault(fsdp2, patches=exchange)

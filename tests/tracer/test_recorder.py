@@ -21,6 +21,7 @@ import opdrift
 from opdrift import recorder as recorder_module
 from opdrift.errors import InvalidOptionError, RecorderStateError, TraceExistsError
 from opdrift.plugins import RecorderLike
+from opdrift.values import Values
 
 
 @pytest.fixture
@@ -325,6 +326,50 @@ def test_a_form_that_outlives_its_recorder_says_so():
 
     with pytest.raises(RecorderStateError, match="not open"):
         write()
+
+
+def test_a_content_that_was_read_just_now_is_named_by_the_fingerprint_that_its_op_left(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """In another layout, too; a part of it, and what nothing fingerprinted, are read."""
+    read: list[tuple[int, ...]] = []
+    fingerprint = Values.fingerprint
+
+    def counted(values: Values, t: Any, tensor: torch.Tensor, *rest: Any, **more: Any) -> bool:
+        read.append(tuple(tensor.shape))
+        return fingerprint(values, t, tensor, *rest, **more)
+
+    with recording() as found:
+        made = torch.linspace(0, 1, 5000) * 2
+        digest = found.recorder.digest(made)
+        elsewhere = torch.linspace(0, 1, 7)
+        monkeypatch.setattr(Values, "fingerprint", counted)
+        found.recorder.name_tensors(
+            [
+                (made.view(50, 100), "whole", digest),
+                (made.view(50, 100)[:25], "part", digest),
+                (elsewhere, "other", found.recorder.digest(elsewhere)),
+            ]
+        )
+        monkeypatch.undo()
+
+    trace = found.trace
+    named = {leaf.name: trace.fingerprint(leaf.value) for leaf in trace.leaves if leaf.name}
+    first = trace.fingerprint(trace.op(1).outputs[0])
+    assert (25, 100) in read
+    assert (50, 100) not in read
+    assert first is not None
+    assert digest is not None
+    for name in ("whole", "part", "other"):
+        assert named[name] is not None
+    whole, part = named["whole"], named["part"]
+    assert (whole.key, whole.ssq, whole.sample.tolist()) == (
+        first.key,
+        first.ssq,
+        first.sample.tolist(),
+    )
+    assert whole.key == (digest.raw, 5000, digest.code)
+    assert part.n == 2500
 
 
 def test_naming_says_what_was_read_for_it():

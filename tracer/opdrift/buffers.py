@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
+from opdrift.tfp1 import Code
 from opdrift.tracefile.writer import list_column
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ CALL_FIELDS: Final = np.dtype(
         ("thread", "u1"),
     ]
 )
+_VALUE_ID: Final = struct.Struct("<q")
 VALUE: Final = struct.Struct("<qqqII")
 VALUE_FIELDS: Final = np.dtype(
     [("value", "<i8"), ("storage", "<i8"), ("offset", "<i8"), ("write", "<u4"), ("meta", "<u4")]
@@ -71,6 +73,9 @@ PACK_IDS: Final = [struct.Struct(f"<{n}q").pack_into for n in range(MANY_IDS)]
 #: Attributes of a `Struct` are looked up anew each time.
 OP_BYTES: Final = OP.size
 VALUE_BYTES: Final = VALUE.size
+
+#: Among so many of the latest fingerprints one of the same content is looked for: all that an op or two have written.
+_LATEST: Final = 128
 
 Counts = tuple[int, int, int, int]
 MakeColumns = Callable[["npt.NDArray[Any]"], "Columns"]
@@ -95,6 +100,7 @@ class ThreadBuffers:
     """Buffers and place of one thread: its module call, its line, its packed rows."""
 
     __slots__ = (
+        "_value_at",
         "call",
         "call_count",
         "calls",
@@ -132,6 +138,7 @@ class ThreadBuffers:
         self.ids = bytearray(8 * IDS)
         self.calls = bytearray(CALL.size * CALLS)
         self.fingerprint_row = fingerprint_row
+        self._value_at = fingerprint_row.fields["value"][1] if fingerprint_row.fields else 0
         self.columns = columns
         self.fingerprints = bytearray(fingerprint_row.itemsize * FINGERPRINTS)
         self.fingerprint_at = ctypes.addressof(
@@ -174,6 +181,29 @@ class ThreadBuffers:
         Ops are counted first: what they refer to was appended before them.
         """
         return self.op_count, self.value_count, self.fingerprint_count, self.call_count
+
+    def latest_fingerprints(self) -> dict[tuple[int, int, int], bytes]:
+        """Digest (raw, n, code) of what was fingerprinted last -> its row."""
+        first, row = max(self.fingerprint_count - _LATEST, 0), self.fingerprint_row
+        rows = np.frombuffer(
+            self.fingerprints, row, self.fingerprint_count - first, first * row.itemsize
+        )
+        digests = zip(*(rows[name].tolist() for name in ("raw", "n", "code")), strict=True)
+        # a code of 8 bits stands for several formats, of which each counts otherwise
+        return {
+            digest: rows[k].tobytes() for k, digest in enumerate(digests) if digest[2] != Code.FP8
+        }
+
+    def repeat_fingerprint(self, row: bytes, value: int) -> bool:
+        """Write a fingerprint once more, for another value that is known to hold the same; False if there is no room."""
+        at = self.fingerprint_count
+        if at == FINGERPRINTS:
+            return False
+        start = at * len(row)
+        self.fingerprints[start : start + len(row)] = row
+        _VALUE_ID.pack_into(self.fingerprints, start + self._value_at, value)
+        self.fingerprint_count = at + 1
+        return True
 
     def write(self, writer: TraceWriter, counts: Counts, *, reset: bool) -> None:
         """Append the counted rows that no flush has written; `reset` only from the owning thread."""

@@ -38,12 +38,22 @@ class Naming:
         self.owners: list[OwnsParameters] = []
 
     def tensor(
-        self, t: ThreadBuffers, tensor: torch.Tensor, name: str, kind: str, when: str
+        self,
+        t: ThreadBuffers,
+        tensor: torch.Tensor,
+        name: str,
+        kind: str,
+        when: str,
+        row: bytes | None = None,
     ) -> tuple[int, int, int] | None:
-        """Name a tensor's present content; return what `Engine.digest` says of it where that is known."""
+        """Name a tensor's present content; return what `Engine.digest` says of it where that is known.
+
+        `row` is a fingerprint of the same content, if there is one.
+        """
         read = None
         for part_name, part in plain_parts(name, tensor):
-            is_known = self._values.name(t, part, part_name, kind, when)
+            given = row if part is tensor else None
+            is_known = self._values.name(t, part, part_name, kind, when, given)
             if is_known and part is tensor:
                 read = self._values.digest_read(part)
         return read

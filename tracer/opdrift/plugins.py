@@ -72,8 +72,10 @@ class RecorderLike(Protocol):
         Returns the digest of what it holds where that was read for this, or as the last op made it; else None.
         """
 
-    def name_tensors(self, named: Iterable[tuple[Any, str]], *, kind: str = "parameter") -> None:
-        """As `name_tensor`, of many."""
+    def name_tensors(
+        self, named: Iterable[tuple[Any, str, Digest | None]], *, kind: str = "parameter"
+    ) -> None:
+        """As `name_tensor`, of many, each with the digest of its present content where that was read just now."""
 
     def digest(self, tensor: Any) -> Digest | None:
         """The digest of a tensor's present content; None if it cannot be read now."""

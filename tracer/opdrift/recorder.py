@@ -17,7 +17,7 @@ import torch
 from torch.nn import Module
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from opdrift import environment
+from opdrift import environment, plugins
 from opdrift.batch import Batch
 from opdrift.batches.tracking import Batches
 from opdrift.boundaries import GRAPHS, Boundaries, around_generated_code, why_none_is_seen
@@ -471,6 +471,9 @@ class Recorder:
             RecorderStateError: The recorder is not open.
             InvalidOptionError: An argument is of another type or value.
         """
+        return self._name(tensor, name, kind, None)
+
+    def _name(self, tensor: torch.Tensor, name: str, kind: str, row: bytes | None) -> Digest | None:
         self._must_be_open("name_tensor")
         check_text("name_tensor", "name", name)
         if kind not in _LEAF_KINDS:
@@ -481,18 +484,29 @@ class Recorder:
         with silent():
             t = self._spool.thread()
             try:
-                read = self._naming.tensor(t, tensor, name, kind, "gather")
+                read = self._naming.tensor(t, tensor, name, kind, "gather", row)
             except Exception as error:
                 self._failed("name_tensor", error)
                 return None
             return None if read is None else Digest(*read)
 
     def name_tensors(
-        self, named: Iterable[tuple[torch.Tensor, str]], *, kind: str = "parameter"
+        self,
+        named: Iterable[tuple[torch.Tensor, str, plugins.Digest | None]],
+        *,
+        kind: str = "parameter",
     ) -> None:
-        """As `name_tensor`, of many."""
-        for tensor, name in named:
-            self.name_tensor(tensor, name, kind=kind)
+        """As `name_tensor`, of many, each with the digest of its present content where that was read just now.
+
+        Such a content is not read once more if an op that has just written it left a fingerprint of it.
+        """
+        self._must_be_open("name_tensors")
+        latest = self._spool.thread().latest_fingerprints()
+        for tensor, name, digest in named:
+            row = None
+            if digest is not None and digest.n == tensor.numel():
+                row = latest.get((digest.raw, digest.n, digest.code))
+            self._name(tensor, name, kind, row)
 
     def digest(self, tensor: torch.Tensor) -> Digest | None:
         """The digest of a tensor's present content; None if it cannot be read now (freed, meta, in flight).

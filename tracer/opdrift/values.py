@@ -248,9 +248,15 @@ class Values:
         return True
 
     def show(
-        self, t: ThreadBuffers, tensor: Tensor, state: StorageState, value: int, key: Key
+        self,
+        t: ThreadBuffers,
+        tensor: Tensor,
+        state: StorageState,
+        value: int,
+        key: Key,
+        row: bytes | None = None,
     ) -> None:
-        """Fingerprint a value of a storage that is known, if its content may be read now."""
+        """Fingerprint a value of a storage that is known, if its content may be read now; `row` is one of the same content."""
         if value == state.hashed or not state.may_be_read(tensor):
             return
         if tensor.numel() > MANY and 0 in tensor.stride():
@@ -267,7 +273,8 @@ class Values:
             if self._enqueue(tensor, value, then):
                 state.hashed = value
             return
-        if not self.fingerprint(t, tensor, value, is_there=True):
+        known = row is not None and t.repeat_fingerprint(row, value)
+        if not known and not self.fingerprint(t, tensor, value, is_there=True):
             return
         state.hashed = value
         if leaf is not None:
@@ -465,9 +472,18 @@ class Values:
 
     # ---- names -----------------------------------------------------------------------------------------
 
-    def name(self, t: ThreadBuffers, tensor: Tensor, name: str, kind: str, when: str) -> bool:
+    def name(
+        self,
+        t: ThreadBuffers,
+        tensor: Tensor,
+        name: str,
+        kind: str,
+        when: str,
+        row: bytes | None = None,
+    ) -> bool:
         """Give a tensor's present content a name, and fingerprint it if nothing has.
 
+        `row` is a fingerprint of the same content, if there is one: it is not read once more.
         Returns whether its storage was new, or a parameter whose fingerprint is the last one of this thread: then it is
         known what it holds without reading it again.
         """
@@ -490,7 +506,7 @@ class Values:
             leaf, is_known = self._made_leaf(tensor, state), True
             leaf.read(key, tensor.numel(), self.last_digest(t))
         elif (leaf is None or key != leaf.key) and self.can_read(tensor):
-            self.show(t, tensor, state, entry[0], key)
+            self.show(t, tensor, state, entry[0], key, row)
         if kind not in ("output", "gradient"):  # a result keeps the name that it had
             self._names[id(tensor)] = (weakref.ref(tensor), name, kind)
             if leaf is not None and (name, kind) not in leaf.names:

@@ -198,7 +198,8 @@ class Follower:
             dtype: In which it is gathered.
             phase: What it is gathered for.
             sent: It is gathered now. A shard that nothing has written is not read then: what arrives is read, and
-                is the shard's content bit for bit unless it was cast.
+                is the shard's content bit for bit. One that is cast is read for forward all the same, since a cast
+                hides small changes.
         """
         with self.recorder.quiet():
             if not unit.named and unit.path is not None:
@@ -206,19 +207,22 @@ class Follower:
             masters, seen = memory.masters, unit.seen
             as_kept = masters[0].dtype is dtype  # all of a buffer are of one dtype
             state = _state(self.recorder, masters)
-            unit.unread = sent and as_kept and seen is not None and seen.state == state
+            is_told = as_kept or (phase == "backward" and unit.cast_dtype is dtype)
+            unit.unread = sent and is_told and seen is not None and seen.state == state
             if unit.unread and seen is not None:
                 held = seen.pieces
             else:
                 held = self._look(unit, memory, phase, state)
             unit.is_cast = not as_kept
-            if unit.cast_dtype is dtype and _alike(held, unit.cast_from):
-                return
-            if as_kept or None in held:
-                unit.source = held
-            else:
-                unit.source = cast_digests(self.recorder, memory.shard(), dtype)
-            unit.cast_from, unit.cast_dtype = held, dtype
+            if unit.cast_dtype is not dtype or not _alike(held, unit.cast_from):
+                unit.cast_dtype = dtype
+                self._cast(unit, memory, held)
+
+    def _cast(self, unit: Unit, memory: Memory, held: Digests) -> None:
+        """Learn what this rank's shard is in the dtype that is gathered."""
+        unit.source = unit.cast_from = held
+        if unit.is_cast and unit.cast_dtype is not None and None not in held:
+            unit.source = cast_digests(self.recorder, memory.shard(), unit.cast_dtype)
 
     def exchanged(self, unit: Unit, phase: str, names: Sequence[str]) -> None:
         """Parameters whose shard in the model is another tensor than the one that is sent: each is told once."""
@@ -273,8 +277,7 @@ class Follower:
             if unit.unread and not _alike(unit.mine_of(unit.arrived), unit.source):
                 # the shard was written past the dispatcher, or the gather is wrong
                 assert unit.seen is not None
-                unit.source = self._look(unit, memory, phase, unit.seen.state)
-                unit.cast_from = unit.source
+                self._cast(unit, memory, self._look(unit, memory, phase, unit.seen.state))
             checked = self._checked(unit, unit.mine_of(unit.arrived))
             self._sent(unit, memory, phase, checked["intact"])
             self._told("gather", unit, memory, phase, ranks, **checked)
@@ -294,12 +297,19 @@ class Follower:
             unit.arrived = arrived
             unit.wholes = _joined_by(arrived, unit.cut.of_parts)
         if unit.path is not None and not _alike(unit.wholes, unit.called):
-            self.name_parameters(unit, memory)
+            self.name_parameters(unit, memory, unit.wholes)
             unit.called = unit.wholes
 
-    def name_parameters(self, unit: Unit, memory: Memory) -> None:
-        """Give what the model computes with the names that the model has for it."""
-        named = [(memory.parameter(part), name) for name, part in unit.names]
+    def name_parameters(self, unit: Unit, memory: Memory, read: Digests | None = None) -> None:
+        """Give what the model computes with the names that the model has for it.
+
+        Args:
+            unit: What is known of the unit.
+            memory: Where the parameters lie.
+            read: What each of them holds, if it was read just now.
+        """
+        found = read or [None] * len(unit.buffer.parts)
+        named = [(memory.parameter(part), name, found[part]) for name, part in unit.names]
         self.recorder.name_tensors(named, kind="parameter")
 
     def _checked(self, unit: Unit, found: Digests) -> dict[str, Any]:
