@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from opdrift.checkpoints.answer import Check, Missing, check, dtypes_of
+from opdrift.checkpoints.ranks import check_ranks
 from opdrift.checkpoints.stored import StoredCheckpoint, StoredTensor, read
-from opdrift.checkpoints.told import compared, dropped, in_parts, sentence
+from opdrift.checkpoints.told import compared, dropped, in_parts, ranks_named, sentence
 
 __all__ = [
     "Check",
@@ -12,10 +13,12 @@ __all__ = [
     "StoredCheckpoint",
     "StoredTensor",
     "check",
+    "check_ranks",
     "compared",
     "dropped",
     "dtypes_of",
     "in_parts",
+    "ranks_named",
     "read",
     "sentence",
 ]

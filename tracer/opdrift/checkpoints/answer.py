@@ -34,12 +34,16 @@ class Missing:
         own: What the model calls it; None if the model has nothing like it.
         origin: In words, where the model's content came from instead; None where that is not known.
         part: In words, which part of the model's content is the checkpoint's; None if none is known to be.
+        reached: The ranks whose model did hold it; empty if none did, or if there is one rank.
+        lacking: Of a run of several ranks, those that have the parameter and hold something else.
     """
 
     name: str
     own: str | None
     origin: str | None
     part: str | None = None
+    reached: tuple[int, ...] = ()
+    lacking: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,8 @@ class Check:
         renamed: Leading words that differ.
         extra: Parameters and buffers of the model that are not in the checkpoint.
         own: How many parameters and buffers the trace names.
+        ranks: Of a run of several ranks, those that the answer is of.
+        unjudged: Those whose traces name no parameters.
     """
 
     source: str
@@ -74,6 +80,8 @@ class Check:
     renamed: tuple[Renaming, ...]
     extra: tuple[str, ...]
     own: int
+    ranks: tuple[int, ...] = ()
+    unjudged: tuple[int, ...] = ()
 
     @property
     def whole(self) -> bool:
@@ -94,22 +102,32 @@ def check(trace: Trace, checkpoint: StoredCheckpoint) -> Check:
     """
     model = Model(trace)
     if not model.tensors:
-        raise CheckpointError(
-            f"{trace.path} names no parameters: record with model=, or call a module inside the recording."
-        )
-    matching = _Matching(trace, model, checkpoint)
+        raise unnamed(trace)
+    matching = Matching(trace, model, checkpoint)
     found = matching.result()
-    fits = matching.fits(found)
-    if matching.holds(found) or fits >= _FITTING * min(found.tensors, found.own):
+    fitting = matching.fitting(found)
+    if matching.suits(found, fitting, found.own):
         return found
-    raise CheckpointError(
-        f"{checkpoint.source} is a checkpoint of another architecture than the model of {trace.path}: by name and"
-        f" size {fits or 'none'} of its {found.tensors} tensors {'fit' if fits > 1 else 'fits'} one of the model's"
-        f" {found.own}; {matching.misfit()}."
+    raise other_architecture(found, trace, len(fitting), matching.misfit())
+
+
+def unnamed(trace: Trace) -> CheckpointError:
+    """A trace has nothing that a checkpoint can be held against."""
+    return CheckpointError(
+        f"{trace.path} names no parameters: record with model=, or call a module inside the recording."
     )
 
 
-class _Matching:
+def other_architecture(found: Check, trace: Trace, fits: int, misfit: str) -> CheckpointError:
+    """A checkpoint is of another model than that of the trace."""
+    return CheckpointError(
+        f"{found.source} is a checkpoint of another architecture than the model of {trace.path}: by name and"
+        f" size {fits or 'none'} of its {found.tensors} tensors {'fit' if fits > 1 else 'fits'} one of the model's"
+        f" {found.own}; {misfit}."
+    )
+
+
+class Matching:
     """One checkpoint and one trace."""
 
     def __init__(self, trace: Trace, model: Model, checkpoint: StoredCheckpoint) -> None:
@@ -130,6 +148,8 @@ class _Matching:
             for name, own in by_name.items()
             if name not in self._pairs and model.tensors[own].size != self._stored[name].size
         }
+        #: name in the checkpoint -> to which dtype it was cast; known once there is a result
+        self.casts: dict[str, str] = {}
         #: content -> names of the model that held it; of contents that tell something
         self._holders: dict[Key, list[str]] = {}
         for own in model.tensors.values():
@@ -137,9 +157,18 @@ class _Matching:
                 if not (own.constant and key == own.keys[0]):
                     self._holders.setdefault(key, []).append(own.name)
 
-    def fits(self, found: Check) -> int:
-        """How many tensors have the name and size, or the content, of one of the model's."""
-        return len({*self._pairs, *found.arrived})
+    def fitting(self, found: Check) -> frozenset[str]:
+        """Tensors that have the name and size, or the content, of one of the model's."""
+        return frozenset({*self._pairs, *found.arrived})
+
+    def suits(self, found: Check, fitting: frozenset[str], own: int) -> bool:
+        """Whether the checkpoint is of this architecture, of whose tensors these fit."""
+        return self.holds(found) or len(fitting) >= _FITTING * min(found.tensors, own)
+
+    def is_smaller(self, name: str) -> bool:
+        """Whether the model's tensor of this name has fewer elements, as a part of it has."""
+        other = self.other_sizes.get(name)
+        return other is not None and other.size < self._stored[name].size
 
     def holds(self, found: Check) -> bool:
         """Whether the model holds a content of the checkpoint that no other one would have."""
@@ -160,8 +189,8 @@ class _Matching:
         return f"the checkpoint has {stored.name} {list(stored.shape)}, the trace {own.name} {list(own.shape)}"
 
     def result(self) -> Check:
+        """What became of the tensors."""
         arrived: dict[str, str] = {}
-        casts: Counter[str] = Counter()
         roundings: dict[str, Rounding] = {}
         exchanged: dict[str, str] = {}
         rest: list[StoredTensor] = []
@@ -171,7 +200,8 @@ class _Matching:
             holder = self._holder(tensor)
             if own is not None and dtype is not None:
                 arrived[name] = own.name
-                casts.update([dtype] if dtype != tensor.dtype else [])
+                if dtype != tensor.dtype:
+                    self.casts[name] = dtype
             elif holder is not None:
                 arrived[name] = holder
                 if own is not None:
@@ -200,7 +230,7 @@ class _Matching:
             self._checkpoint.source,
             len(self._stored),
             arrived,
-            casts,
+            Counter(self.casts.values()),
             roundings,
             exchanged,
             fused,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -21,11 +21,7 @@ def sentence(found: Check) -> str:
     """How much of a checkpoint reached the model."""
     unknown = f"; {len(found.unknown)} cannot be judged" if found.unknown else ""
     if found.missing:
-        names = [missing.own or missing.name for missing in found.missing]
-        return (
-            f"{len(names)} of {found.tensors} tensors of {found.source} never reached the model:"
-            f" {listed(names)}{unknown}"
-        )
+        return f"{'; '.join(_unreached(found))}{unknown}"
     if found.exchanged:
         one, other = next(iter(found.exchanged.items()))
         return (
@@ -37,6 +33,30 @@ def sentence(found: Check) -> str:
         f"{len(found.arrived)} of {found.tensors} tensors of {found.source} are in the"
         f" model{casts}{_rounded(found)}{unknown}"
     )
+
+
+def _unreached(found: Check) -> Iterator[str]:
+    """Of those that no rank holds, and of those that some ranks lack, how many and which."""
+    kinds: dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]] = {}
+    for missing in found.missing:
+        where = (missing.reached, missing.lacking if missing.reached else ())
+        kinds.setdefault(where, []).append(missing.own or missing.name)
+    of = f" of {found.tensors} tensors of {found.source}"
+    for reached, lacking in sorted(kinds):
+        names = kinds[reached, lacking]
+        where_to = "reached the model on" if reached else "never reached the model"
+        on = f" {ranks_named(reached)}, not on {ranks_named(lacking)}" if reached else ""
+        yield f"{len(names)}{of} {where_to}{on}: {listed(names)}"
+        of = ""
+
+
+def ranks_named(ranks: Sequence[int]) -> str:
+    """Ranks in words: "rank 1", "ranks 0 and 2", "ranks 1 to 7"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"ranks {ranks[0]} to {ranks[-1]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
 def _rounded(found: Check) -> str:

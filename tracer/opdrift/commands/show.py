@@ -182,9 +182,10 @@ def _text(
 def _checkpoint(trace: Trace, options: argparse.Namespace) -> tuple[Iterable[str], int]:
     import json
 
-    from opdrift.checkpoints import check, dtypes_of, read
+    from opdrift.checkpoints import check, check_ranks, dtypes_of, read
     from opdrift.render import checkpoint_text
     from opdrift.render.page import Screen
+    from opdrift.tracefile.opening import load, rank_folders
 
     others = [f"--{name}" for name in ("op", "scope", "leaf") if getattr(options, name) is not None]
     others += [f"--{name}" for name in ("kernels", "findings") if getattr(options, name)]
@@ -192,7 +193,10 @@ def _checkpoint(trace: Trace, options: argparse.Namespace) -> tuple[Iterable[str
         raise InvalidOptionError(
             f"--checkpoint prints a report of its own; leave out {' and '.join(others)}, or ask twice."
         )
-    found = check(trace, read(options.checkpoint, dtypes=dtypes_of(trace)))
+    ranks = {rank: load(folder) for rank, folder in rank_folders(options.trace).items()}
+    held = frozenset[str]().union(*map(dtypes_of, ranks.values() or [trace]))
+    checkpoint = read(options.checkpoint, dtypes=held)
+    found = check_ranks(ranks, checkpoint) if ranks else check(trace, checkpoint)
     status = ExitCode.SAME if found.whole else ExitCode.DIFFER
     if options.format == "json":
         return [json.dumps(checkpoint_text.as_object(found), indent=2), "\n"], status

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any, Final
 
-from opdrift.checkpoints import Check, Missing, in_parts, sentence
+from opdrift.checkpoints import Check, Missing, in_parts, ranks_named, sentence
 from opdrift.records import TRACE_SCHEMA
 from opdrift.render.json import safe
 from opdrift.render.page import Page, Screen
@@ -27,6 +27,8 @@ def checkpoint_report(found: Check, screen: Screen) -> str:
     if parts is not None:
         page.line(parts, "bad", hang=2)
     page.line()
+    if found.ranks:
+        page.field("ranks", list(_ranks(found)))
     page.field("names", list(_renamed(found)))
     for label, lines in (
         ("missing", [_missing(each) for each in found.missing]),
@@ -45,6 +47,13 @@ def checkpoint_report(found: Check, screen: Screen) -> str:
     return page.render()
 
 
+def _ranks(found: Check) -> Iterator[str]:
+    yield f"judged on {ranks_named(found.ranks)}"
+    if found.unjudged:
+        verb = "names" if len(found.unjudged) == 1 else "name"
+        yield f"{ranks_named(found.unjudged)} {verb} no parameters: not judged"
+
+
 def _renamed(found: Check) -> Iterator[str]:
     if not found.renamed:
         yield "as in the model"
@@ -61,7 +70,9 @@ def _renamed(found: Check) -> Iterator[str]:
 def _missing(each: Missing) -> str:
     if each.own is None:
         return f"{name(each.name)}: the model has nothing of that name and size"
-    return f"{name(each.own)}: {each.part or each.origin or 'the model holds something else'}"
+    instead = each.part or each.origin or "the model holds something else"
+    where = f"on {ranks_named(each.lacking)}, " if each.reached else ""
+    return f"{name(each.own)}: {where}{instead}"
 
 
 def _list(page: Page, label: str, lines: list[str]) -> None:
