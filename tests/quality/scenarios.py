@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
@@ -116,6 +117,9 @@ def check(scenario: Scenario, folder: Path) -> None:
     text = " | ".join([found.first.cause.summary, *found.first.cause.evidence])
     for words in scenario.says:
         assert words in text
+    assert (
+        re.search(r"\{\w+\}", f"{text} | {found.first.cause.try_}") is None
+    )  # a blank left unfilled
     if scenario.origins is not None:
         assert len(found.origins) == scenario.origins
 

@@ -129,9 +129,10 @@ def _how(e: Evidence, members: Sequence[Sides[Leaf | None]], sizes: _Sizes, *, d
         kind, found = way
         words, remedy = _WAYS[kind]
         which = "" if found[0].side is None else SIDES[found[0].side]
+        told = {"side": which, "detail": found[0].detail}
         return _How(
-            words.format(side=which, detail=found[0].detail),
-            remedy,
+            words.format(**told),
+            remedy.format(**told),
             (
                 found[0].words
                 + (f" ({len(found)} of {len(members)} alike)" if len(members) > 1 else ""),
