@@ -599,6 +599,49 @@ def test_one_parameter_among_equal_ones_is_likely_a_replica():
     assert (found.name, found.cause.confidence) == ("small.weight", "likely")
 
 
+def drawn(*does: str, only: int | None = None) -> Callable[[Builder], None]:
+    """A rank that draws a buffer of its own, and then loads or reads it; rank `only` alone loads it."""
+
+    def body(build: Builder) -> None:
+        rank = build.build().header.rank or 0
+        build.leaf("big.weight", content=vector("big", 4096))
+        pos = build.leaf("pos", kind="buffer", content=vector(f"draw {rank}"))
+        for what in does:
+            if what == "reads":
+                with build.scope("net"):
+                    build.op("exp", pos)
+            elif only in (None, rank):
+                pos = build.op("copy_", pos, content=vector("checkpoint"))
+
+    return body
+
+
+@pytest.mark.parametrize("does", [("loads", "reads"), ("loads",)])
+def test_what_a_load_overwrites_before_a_module_reads_it_does_not_count(does: Sequence[str]):
+    """Each rank seeds differently, builds its model, and loads the same checkpoint."""
+    assert said(world(drawn(*does), drawn(*does))) == []
+
+
+@pytest.mark.parametrize(
+    ("does", "only", "when"),
+    [
+        ((), None, "when the run began"),
+        (("reads",), None, "when the run began"),
+        (("reads", "loads"), None, "when the run began"),
+        (("loads",), 0, "when the run began"),
+        (("loads", "reads"), 0, "when a module first read it"),
+    ],
+)
+def test_a_buffer_that_differs_when_it_is_first_read_is_found(
+    does: Sequence[str], only: int | None, when: str
+):
+    (found,) = findings(world(drawn(*does, only=only), drawn(*does, only=only)))
+
+    assert (found.name, found.cause.slug, found.cause.confidence) == ("pos", "replica", "likely")
+    assert found.cause.summary == f"pos differs between ranks 0 and 1, {when}"
+    assert found.cause.try_.startswith("Seed or load all ranks alike")
+
+
 def test_what_is_broadcast_over_does_not_count():
     """Each rank draws its own weights, and takes rank 0's before anything is computed."""
 

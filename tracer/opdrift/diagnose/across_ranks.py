@@ -200,8 +200,10 @@ class _Check:
         ops = Sides(self._writer(first.usual, first.left.value, first.left.step),
                     self._writer(first.odd[0], first.right.value, first.right.step))  # fmt: skip
         kind: DivergenceKind = "leaf"
-        if first.step:
-            kind = "op" if ops.left is not None and ops.right is not None else "hidden-write"
+        if ops.left is not None and ops.right is not None:
+            kind = "op"
+        elif first.step and not first.before_training:
+            kind = "hidden-write"
         usual = tuple(rank for rank in first.replica.ranks if rank not in first.odd)
         return self._placed(
             kind,

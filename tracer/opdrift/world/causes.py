@@ -286,7 +286,10 @@ def of_split(world: World, replicas: Replicas, group: Sequence[Split]) -> Cause:
     first = group[0]
     names = [split.replica.name for split in group]
     said = some(names)
-    when = "when the run began" if not first.step else f"after its write {first.step}"
+    when = "when the run began"
+    if first.step:
+        read = first.before_training
+        when = "when a module first read it" if read else f"after its write {first.step}"
     copies = _copied_from_outside(world, replicas, first)
     evidence = [
         f"{first.replica.name}: {describe(difference(replicas.print(first.usual, first.left), replicas.print(first.odd[0], first.right)))}",
@@ -342,7 +345,7 @@ def _at(op: Op) -> str:
 
 
 def _remedy(split: Split, *, loaded: bool) -> str:
-    if not split.step:
+    if not split.step or (split.before_training and not loaded):
         return (
             "Seed or load all ranks alike, or broadcast the parameters before training (DistributedDataParallel does, unless"
             " init_sync=False)."

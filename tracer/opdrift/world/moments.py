@@ -113,6 +113,23 @@ class Holdings:
         place = np.searchsorted(writes, held, side="right") - 1
         return when, np.where(place >= 0, parts[np.maximum(place, 0)], 0), was_read
 
+    def first_read(self, named: Sequence[Leaf]) -> int | None:
+        """The value that a module first read of a leaf (0: not known); None where no module ever did.
+
+        Args:
+            named: As in `at`.
+        """
+        found: list[tuple[int, int]] = []
+        for leaf in named:
+            storage = int(self._contents.trace.values.storage[leaf.value])
+            if not len(self._reads.in_storage(storage)[0]):
+                continue
+            when, values, _ = self._of_one(leaf, replaces=False)
+            place = int(np.searchsorted(when, 0 if leaf is named[0] else leaf.seq))
+            if place < len(when):
+                found.append((int(when[place]), int(values[place])))
+        return min(found)[1] if found else None
+
     def last(self, leaf: Leaf) -> int:
         """What a leaf was when its trace ends, if this is the row under which its tensor was met."""
         return int(self._near.parts(leaf.value)[-1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
 
@@ -70,6 +70,7 @@ class Split:
         usual: A rank of those that are.
         left: The usual rank's content there.
         right: The first odd rank's.
+        before_training: Whether it is what a module first read of it, or what nothing read.
     """
 
     replica: Replica
@@ -77,6 +78,7 @@ class Split:
     usual: int
     left: State
     right: State
+    before_training: bool = False
 
     @property
     def step(self) -> int:
@@ -188,10 +190,31 @@ class Replicas:
         known = {
             rank: states for rank in replica.ranks if (states := self.history(rank, replica.name))
         }
+        began = {rank: states[0] for rank, states in known.items()}
         # what each rank computes of its own samples may follow
-        if self._is_replaced(known, 0):
+        if self._is_replaced(known, began) or _split(replica, began) is None:
             return None
-        return _split(replica, {rank: states[0] for rank, states in known.items()})
+        at = self._first_used(replica, known)
+        if self._is_replaced(known, at):
+            return None
+        found = _split(replica, at)
+        return None if found is None else replace(found, before_training=True)
+
+    def _first_used(
+        self, replica: Replica, known: Mapping[int, Sequence[State]]
+    ) -> dict[int, State]:
+        """What modules first read of it: a load may have overwritten what it was when the run began.
+
+        Where no module read it on some rank: what it was when the run began, if it differs to the end.
+        """
+        read = {
+            rank: self._holdings(rank).first_read(self._named(rank, replica.name)) for rank in known
+        }
+        values = {rank: value for rank, value in read.items() if value is not None}
+        if len(values) == len(known):
+            return self._states(replica, values)
+        last = {rank: states[-1] for rank, states in known.items()}
+        return {} if _split(replica, last) is None else {r: s[0] for r, s in known.items()}
 
     def _split_in_training(self, replica: Replica) -> Split | None:
         """At the first reduction that other contents of it went into; at the end, where all ranks came to that."""
@@ -234,11 +257,12 @@ class Replicas:
                 found[rank] = by_value[value]
         return found
 
-    def _is_replaced(self, known: Mapping[int, Sequence[State]], step: int) -> bool:
+    def _is_replaced(self, known: Mapping[int, Sequence[State]], at: Mapping[int, State]) -> bool:
         """Whether on every rank the next content comes from a broadcast: what was there before does not count."""
         return all(
-            step + 1 < len(states) and self._is_handed(rank, states[step + 1].value)
-            for rank, states in known.items()
+            state.step + 1 < len(known[rank])
+            and self._is_handed(rank, known[rank][state.step + 1].value)
+            for rank, state in at.items()
         )
 
     def _is_handed(self, rank: int, value: int) -> bool:
