@@ -35,7 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "trace",
         metavar="TRACE",
         type=Path,
-        help="a folder that record() wrote; of a distributed run, rank 0's unless a rank's own folder is given",
+        help="a folder that record() wrote; of a distributed run, rank 0's unless a rank's own folder is given;"
+        " --findings and --checkpoint ask all ranks",
     )
     add("--op", metavar="N", type=natural, help="everything about op N")
     add(
