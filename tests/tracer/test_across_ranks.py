@@ -53,9 +53,19 @@ def rank(
     return body
 
 
-def checked(*bodies: Callable[[Builder], None], complete: bool = True, size: int = 0) -> Diagnosis:
+def checked(
+    *bodies: Callable[[Builder], None],
+    complete: bool = True,
+    size: int = 0,
+    raised: dict[int, str] | None = None,
+) -> Diagnosis:
     builders = [
-        Builder(rank=number, world_size=size or len(bodies), complete=complete or number == 0)
+        Builder(
+            rank=number,
+            world_size=size or len(bodies),
+            complete=complete or number == 0,
+            exception=(raised or {}).get(number),
+        )
         for number in range(len(bodies))
     ]
     for build, body in zip(builders, bodies, strict=True):
@@ -167,12 +177,12 @@ def test_what_nothing_tells_of_is_said_not_judged():
     def body(build: Builder) -> None:
         build.leaf("fc.weight", content=vector(f"rank {build.build().header.rank}"))
 
-    diagnosis = checked(body, body)
+    with pytest.raises(IncomparableTracesError) as caught:
+        checked(body, body)
 
-    assert diagnosis.verdict == "identical"
     assert (
         "fc.weight differs between ranks, and nothing recorded says whether that is right"
-        in diagnosis.notes[0]
+        in str(caught.value)
     )
 
 
@@ -278,3 +288,42 @@ def test_a_path_without_ranks_is_one_sentence(
     assert "does not exist" in capsys.readouterr().err
     assert diff_trace([str(recorded / "base.trace"), "--across-ranks"]) == 2
     assert "holds the trace of one process" in capsys.readouterr().err
+
+
+def test_a_rank_that_raised_after_all_that_is_checked_is_not_identical():
+    """Nobody waited for it: the other rank came to the end of the run, and this one did not."""
+    diagnosis = checked(rank(), rank(), raised={1: "ValueError: no such key"})
+
+    (origin,) = diagnosis.origins
+    assert (diagnosis.verdict, origin.kind) == ("diverged", "structure")
+    assert origin.cause.summary == "rank 1 ended with ValueError: no such key"
+
+
+@pytest.mark.parametrize("exception", ["SystemExit: 0", "SystemExit: "])
+def test_a_rank_that_asked_to_end_is_no_difference(exception: str):
+    diagnosis = checked(rank(), rank(), raised={1: exception})
+
+    assert (diagnosis.verdict, diagnosis.notes) == ("identical", ())
+
+
+def test_ranks_that_all_raised_are_said_to():
+    """What they did until then is equal; it is not all that they were to do."""
+    diagnosis = checked(rank(), rank(), raised=dict.fromkeys((0, 1), "ValueError: no such key"))
+
+    assert diagnosis.verdict == "identical"
+    assert diagnosis.notes == ("ranks 0 and 1 ended with ValueError: no such key",)
+
+
+@pytest.mark.parametrize("raised", [False, True])
+def test_ranks_of_which_nothing_can_be_checked_have_no_verdict(raised: bool):
+    """Each computes something of its own, and no two of them meet."""
+
+    def alone(build: Builder) -> None:
+        build.output(build.op("relu", build.leaf("x", kind="input")))
+
+    ends = dict.fromkeys((0, 1), "ValueError: no such key") if raised else None
+    with pytest.raises(IncomparableTracesError) as caught:
+        checked(alone, alone, raised=ends)
+
+    assert "Nothing of ranks 0 and 1 could be held against each other" in str(caught.value)
+    assert ("ended with ValueError: no such key" in str(caught.value)) is raised

@@ -78,6 +78,28 @@ def test_a_run_that_raised_lacks_every_result_it_did_not_come_to():
     assert "the right run ended with ValueError: no such key" in first(found).cause.summary
 
 
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_run_that_raised_after_its_last_result_is_not_identical(swapped: bool):
+    """It lacks nothing that the other returned, and yet did not come to its end."""
+    runs = calls(2, kept=True), calls(2, kept=True, exception="ValueError: no such key")
+
+    found = diff(*(runs[::-1] if swapped else runs))
+
+    assert (found.verdict, first(found).kind) == ("diverged", "structure")
+    name = "left" if swapped else "right"
+    assert f"the {name} run ended with ValueError: no such key" in first(found).cause.summary
+
+
+@pytest.mark.parametrize(
+    "exceptions", [("ValueError: no such key",) * 2, (None, "SystemExit: 0"), (None, None)]
+)
+def test_runs_that_end_alike_are_identical(exceptions: tuple[str | None, str | None]):
+    """Both raised, or one asked to end and had nothing to complain of."""
+    found = diff(*(calls(2, kept=True, exception=each) for each in exceptions))
+
+    assert found.verdict == "identical"
+
+
 def steps(number: int, *, exception: str | None = None) -> Trace:
     """So many steps of an optimizer with a state; each gives its state and the weight a new content."""
     build = Builder(exception=exception)

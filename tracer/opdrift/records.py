@@ -278,6 +278,10 @@ class Header:
         return f"{self.created}#{self.start_ns}"
 
 
+#: What `sys.exit()` raises where a program has nothing to complain of.
+_ASKED_TO_END: Final = frozenset({"SystemExit: ", "SystemExit: 0", "SystemExit: None"})
+
+
 @dataclass(frozen=True, slots=True)
 class Footer:
     """How the run ended; absent when the process was killed.
@@ -292,6 +296,11 @@ class Footer:
     raised_at: str | None
     failures: tuple[Mapping[str, Any], ...]
     notes: tuple[str, ...]
+
+    @property
+    def failed(self) -> bool:
+        """Whether an exception left the run that is more than the program's wish to end."""
+        return self.ended == "raised" and self.exception not in _ASKED_TO_END
 
 
 # ---- what a diagnosis says (DESIGN 3.4) -------------------------------------------------------------

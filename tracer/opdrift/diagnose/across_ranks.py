@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import shorten
+from typing import Final
 
 import numpy as np
 
@@ -31,6 +34,7 @@ from opdrift.steps import Steps
 from opdrift.tracefile.opening import load, rank_folders
 from opdrift.tracefile.reader import Trace
 from opdrift.world.causes import (
+    last_op,
     listed,
     of_disagreement,
     of_end,
@@ -40,13 +44,16 @@ from opdrift.world.causes import (
     of_wrong_results,
 )
 from opdrift.world.collectives import Collective, Disagreement, World
-from opdrift.world.ends import first_ends
+from opdrift.world.ends import End, first_ends
 from opdrift.world.findings import end_findings, follows_from_an_end, grouped, odd_ones, unmet
 from opdrift.world.messages import Message, disagreements
 from opdrift.world.one_run import of_another_run
 from opdrift.world.replicas import Replicas, Split
 from opdrift.world.results import WrongResult, by_place, unread, wrong_results
 from opdrift.world.work import OtherMode, of_other_mode, other_modes, same_work
+
+#: Of what a rank raised so much is quoted.
+_LONGEST: Final = 200
 
 
 def across_ranks(path: str | os.PathLike[str]) -> Diagnosis:
@@ -89,6 +96,34 @@ def _alone(folder: Path, ranks: Mapping[int, Path]) -> str:
     )
 
 
+def _nothing_checked(check: _Check) -> str:
+    """That no answer can be given, and why."""
+    world = check.world
+    ranks = tuple(world.traces)
+    notes = (*_raised(world), *check.notes(()))
+    said = "".join(f" {each}." for each in notes)
+    return (
+        f"Nothing of {listed(ranks)} could be held against each other: they met in no collective, sent each other nothing, and"
+        f" no parameter is known to be the same on all of them.{said} Record with model=, or a step of training; if they"
+        f" run one program on the same data, compare two of them: diff-trace {_quoted(world, ranks[0])} {_quoted(world, ranks[1])}"
+    )
+
+
+def _quoted(world: World, rank: int) -> str:
+    return shlex.quote(str(world.traces[rank].path))
+
+
+def _raised(world: World) -> Iterator[str]:
+    """In words, the ranks that an exception ended, those of one exception together."""
+    by_end: dict[str, list[int]] = {}
+    for rank, trace in world.traces.items():
+        if trace.footer is not None and trace.footer.failed:
+            place = f" at {trace.footer.raised_at}" if trace.footer.raised_at is not None else ""
+            by_end.setdefault(f"{trace.footer.exception}{place}", []).append(rank)
+    for end, ranks in by_end.items():
+        yield f"{listed(ranks)} ended with {shorten(end, _LONGEST, placeholder=' ...')}"
+
+
 def diagnose_world(traces: Sequence[Trace]) -> Diagnosis:
     """The same of traces that are open, one a rank."""
     mixed = of_another_run(traces)
@@ -106,6 +141,8 @@ def diagnose_world(traces: Sequence[Trace]) -> Diagnosis:
             f"{trace.path} is {trace.incomplete}{said}. Nothing differs in what the ranks have, but what is missing may."
             " Record the run again, and let it end by itself."
         )
+    if not found and not check.checked:
+        raise IncomparableTracesError(_nothing_checked(check))
     left, right = check.sides(found)
     divergences = tuple(each.divergence for each in found)
     first = divergences[0] if divergences else None
@@ -121,7 +158,11 @@ def diagnose_world(traces: Sequence[Trace]) -> Diagnosis:
         environment=_environment(left, right),
         unpaired=Sides((), ()),
         alignment=Alignment(check.checked, 0, 0, ACROSS_RANKS, None),
-        notes=(*_step(first, Sides(left, right)), *check.notes(ended)),
+        notes=(
+            *_step(first, Sides(left, right)),
+            *(() if found else _raised(check.world)),
+            *check.notes(ended),
+        ),
     )
 
 
@@ -144,8 +185,10 @@ class _Check:
 
     @property
     def checked(self) -> int:
-        """How many replicas and collectives were held against each other."""
-        return len(self._judged) + len(self.world.meetings)
+        """How many replicas, collectives, messages and gathers were held against each other."""
+        world = self.world
+        gathers = sum(len(world.gathers(rank)) for rank in world.traces)
+        return len(self._judged) + len(world.meetings) + len(world.messages.met) + gathers
 
     def sides(self, found: Sequence[_Placed]) -> tuple[Trace, Trace]:
         """The traces that the first divergence quotes; the first two ranks if there is none."""
@@ -266,6 +309,9 @@ class _Check:
             if end is not None and end.rank not in told:
                 told.add(end.rank)
                 yield self._of_disagreement(found, (end.rank,), of_end(self.world, end))
+        for end in first:
+            if end.how == "raised" and end.rank not in told:
+                yield self._of_end(end)
 
     def _messages(self) -> Iterator[_Placed]:
         """Messages that two ranks do not agree about, and those that a rank waited in for nothing."""
@@ -285,6 +331,23 @@ class _Check:
         return self._of_parts(
             cause, found.members, Sides(usual[0], odd[0]), Sides(usual, odd), "structure"
         )
+
+    def _of_end(self, end: End) -> _Placed:
+        """A rank that raised while no other one waited for it."""
+        last = last_op(self.world.traces[end.rank])
+        usual = tuple(rank for rank in self.world.traces if rank != end.rank)
+        seq = last.seq if last is not None else 0
+        divergence = between_ranks(
+            "structure",
+            of_end(self.world, end),
+            Sides(usual, (end.rank,)),
+            op=last.name if last is not None else None,
+            module=last.call.path if last is not None else "",
+            source=str(last.source) if last is not None and last.source is not None else None,
+            outside=last is not None and not last.call.id,
+            seq=Sides(None, seq),
+        )
+        return _Placed(divergence, self._order(end.rank, seq), Sides(usual[0], end.rank))
 
     def _of_parts(
         self,

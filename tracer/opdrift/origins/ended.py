@@ -51,6 +51,27 @@ class End:
             region=Sides(ops, ()) if number == 0 else Sides((), ops),
         )
 
+    def by_itself(self) -> Origin | None:
+        """That the run raised, where it lacks no result of the other; None where that is not sure."""
+        trace, other = (self.case.left.trace, self.case.right.trace)[:: -1 if self.number else 1]
+        if trace.footer is None or not trace.footer.failed or not len(trace.ops):
+            return None
+        if not other.complete:
+            return None  # it may have raised, too
+        last = self._last
+        stands = Sides(None, last) if self.number else Sides(last, None)
+        return Origin(
+            kind="structure",
+            story="region",
+            op=stands,
+            row=-1,
+            values=Sides(None, None),
+            slot=None,
+            order=order_of(self.case, stands),
+            region=Sides((), (last,)) if self.number else Sides((last,), ()),
+            on_right=self.number == 1,
+        )
+
     @property
     def _last(self) -> int:
         return len((self.case.left, self.case.right)[self.number].trace.ops) - 1

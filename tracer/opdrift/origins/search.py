@@ -66,7 +66,14 @@ def find_origins(case: Case, *, whole: bool) -> Found:
     differing = [s for s in sinks if s.differs]
     if whole and not differing:
         unused = tuple(leaf_origins.differing(case))
-        return Found((), np.zeros(0, np.int64), tuple(sinks), unused, False, Sides(None, None))
+        return Found(
+            tuple(_raised(case)),
+            np.zeros(0, np.int64),
+            tuple(sinks),
+            unused,
+            False,
+            Sides(None, None),
+        )
     live: Sides[bytearray | None] = _live(case, differing) if whole else Sides(None, None)
     starts, unused_pairs = leaf_origins.find(case, live)
     judge = SlotJudge(case)
@@ -317,6 +324,16 @@ def _at_results(
         yield end.origin(explained)
     elif not known and sinks:
         yield _everything(case, sinks)
+    if not explained:
+        yield from _raised(case)
+
+
+def _raised(case: Case) -> Iterator[Origin]:
+    """That one run raised where it had all results that the other has."""
+    end = early_end(case)
+    origin = end.by_itself() if end is not None else None
+    if origin is not None:
+        yield origin
 
 
 def _is_more(case: Case, sink: Sink) -> bool:

@@ -62,18 +62,20 @@ def ends(world: World) -> Mapping[int, End]:
 def first_ends(world: World) -> tuple[End, ...]:
     """Ranks that were lost or raised by themselves while others were in need of them, the likeliest reason first.
 
-    An exception counts if another rank waited for this one, or was lost too and the exception is none that lost ranks
-    leave behind: a launcher kills the others when one fails.
+    An exception counts if another rank waited for this one, or came to the end of the run without one, or was lost too
+    and the exception is none that lost ranks leave behind: a launcher kills the others when one fails.
     """
     found = ends(world)
     missed = {rank for end in found.values() for rank in end.waited_for}
     alone = [end for end in found.values() if end.how != "closed" and not end.follows]
     lost = any(end.how == "lost" for end in alone)
+    closed = any(end.how == "closed" for end in found.values())
     told = [
         end
         for end in alone
         if end.how == "lost"
         or end.rank in missed
+        or (closed and _failed(world.traces[end.rank]))
         or (lost and _type_raised(world.traces[end.rank]) not in _COMMUNICATION)
     ]
     return tuple(sorted(told, key=lambda end: (end.how == "lost", end.issued, end.rank)))
@@ -91,6 +93,10 @@ def _how(trace: Trace) -> Literal["closed", "raised", "lost"]:
     if trace.footer is None:
         return "lost"
     return "raised" if trace.footer.ended == "raised" else "closed"
+
+
+def _failed(trace: Trace) -> bool:
+    return trace.footer is not None and trace.footer.failed
 
 
 def _type_raised(trace: Trace) -> str:
