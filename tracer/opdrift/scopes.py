@@ -408,7 +408,8 @@ _names_of_forwards: Final[WeakKeyDictionary[Any, tuple[str, ...]]] = WeakKeyDict
 
 def _positional_names(module: Module) -> tuple[str, ...]:
     """The names of a forward's positional arguments; none if it does not tell."""
-    own = None if "forward" in module.__dict__ else type(module).forward
+    # a module of torch.jit has a forward, and its class has none that can be read
+    own = None if "forward" in module.__dict__ else getattr(type(module), "forward", None)
     found = None if own is None else _names_of_forwards.get(own)
     if found is None:
         try:

@@ -213,17 +213,16 @@ def mask_on_one_side(e: Evidence) -> Cause | None:
         return None  # without the result there is no attention that could be compared
     reader = e.consumer()
     ops = list(e.origin.region.left), list(e.origin.region.right)
-    ends = [
-        op
+    # a run without the layer attends to nothing there
+    attending = [
+        any(attends(side, op) for op in (*own, *([op] if op is not None else [])))
         for side, own, op in (
             (e.case.left, ops[0], reader.left),
             (e.case.right, ops[1], reader.right),
         )
-        for op in (*own, *([op] if op is not None else []))
-        if attends(side, op)
     ]
     found = hidings(e.case.left, ops[0]), hidings(e.case.right, ops[1])
-    if not ends or bool(found[0]) == bool(found[1]):
+    if not all(attending) or bool(found[0]) == bool(found[1]):
         return None
     number = 0 if found[0] else 1
     name, side, _ = e.sides[number]

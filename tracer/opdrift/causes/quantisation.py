@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from opdrift import components, tfp1
 from opdrift.case import Side
-from opdrift.causes.evidence import Evidence, cause, counted, scope
+from opdrift.causes.evidence import Evidence, cause, counted, scope, setting
 from opdrift.causes.likeness import Kind, likeness
 from opdrift.compare import difference, number
 from opdrift.records import Cause, Leaf
@@ -209,23 +209,41 @@ def _low_rank(e: Evidence) -> list[str]:
     return found
 
 
-def _quantised_op(e: Evidence) -> Cause | None:
+def quantised_ops(e: Evidence) -> list[tuple[str, Side, int]]:
+    """Ops of the origin that compute with quantised numbers."""
     used = [
         (name, side, op)
         for number, (name, side, _) in enumerate(e.sides)
         for op in e.ops_of(number)
         if any(word in side.name(op).lower() for word in _QUANTISED_NAMES)
     ]
-    used += _dequantised(e)
+    return used + _dequantised(e)
+
+
+def _quantised_op(e: Evidence) -> Cause | None:
+    used = quantised_ops(e)
     if not used or (e.origin.story == "op" and not e.origin.settings):
         return None
     sides = {name for name, _, _ in used}
-    which = f"the {next(iter(sides))} run" if len(sides) == 1 else "both runs, in different ways,"
+    which = (
+        f"the {next(iter(sides))} run computes"
+        if len(sides) == 1
+        else "both runs compute, in different ways,"
+    )
     _, side, op = used[0]
+    if e.origin.settings:
+        given = [setting(s) for s in e.origin.settings]
+        return cause(
+            "quantisation",
+            "certain",
+            f"{side.name(op)} in {scope(side.module(op))} rounds to other levels: {', '.join(given[:3])}",
+            [*given, *(f"{name}: {s.place(o)}" for name, s, o in used[:5])],
+            "Quantise both runs with the same bits, group size, scales and zero points.",
+        )
     return cause(
         "quantisation",
         "certain" if len(sides) == 1 else "likely",
-        f"{which} computes with quantised numbers in {scope(side.module(op))}",
+        f"{which} with quantised numbers in {scope(side.module(op))}",
         [f"{name}: {s.place(o)}" for name, s, o in used[:5]],
         "Compare with the full-precision model, or quantise both runs with the same bits, group size and scales.",
     )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from opdrift.case import Side
 from opdrift.causes.evidence import SIDES, Evidence, cause, counted, scope, some
+from opdrift.causes.quantisation import quantised_ops
 from opdrift.origins.kinds import TRAINING, draws, mixes
-from opdrift.records import Call, Cause
+from opdrift.records import Call, Cause, Sides
 from opdrift.tokens import base
 
 _DROPOUT = frozenset(
@@ -114,7 +115,7 @@ def rng(e: Evidence) -> Cause | None:
 def train_mode(e: Evidence) -> Cause | None:
     """A layer runs in training mode in one run only, or uses batch statistics at inference."""
     differs = [s for s in e.origin.settings if s.name in TRAINING]
-    calls = e.calls()
+    calls = _calls(e)
     # call 0 is the program outside every module, which has no mode
     modes = tuple(c.training if c is not None and c.id else None for c in (calls.left, calls.right))
     norms = [
@@ -134,8 +135,8 @@ def train_mode(e: Evidence) -> Cause | None:
     comparable = norms or (e.origin.kind == "structure" and _type(calls.left) == _type(calls.right))
     if not differs and not (one_sided and comparable):
         return None
-    if not differs and _drawing(e):
-        return None  # dropout says it better
+    if not differs and (_drawing(e) or (not norms and quantised_ops(e))):
+        return None  # dropout says it better; a module that computes with quantised numbers is another one
     evidence = [f"{s.name}: {s.left} against {s.right}" for s in differs]
     for label, module in (("left", calls.left), ("right", calls.right)):
         if module is not None and module.id:
@@ -152,6 +153,18 @@ def train_mode(e: Evidence) -> Cause | None:
         evidence,
         "Call model.eval() before inference in both runs (or model.train() in both), also after loading or copying the model.",
     )
+
+
+def _calls(e: Evidence) -> Sides[Call | None]:
+    """The module calls of the origin; where one run has no op of it, the call that corresponds to the other's."""
+    left, right = e.calls().left, e.calls().right
+    if e.origin.kind == "structure" and left is None and right is not None:
+        other = int(e.case.pairing.calls[1][right.id])
+        left = e.case.left.trace.calls[other] if other >= 0 else None
+    elif e.origin.kind == "structure" and right is None and left is not None:
+        other = int(e.case.pairing.calls[0][left.id])
+        right = e.case.right.trace.calls[other] if other >= 0 else None
+    return Sides(left, right)
 
 
 def _type(call: Call | None) -> str:
