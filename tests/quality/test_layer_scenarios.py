@@ -1,4 +1,4 @@
-"""Layers that are left out, that train, or that are quantised or traced."""
+"""Layers that are left out, that train, that are quantised or traced, or that compute the same in another way."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 BOOK = Book()
-agrees, diverges = BOOK.agrees, BOOK.diverges
+agrees, diverges, rounds = BOOK.agrees, BOOK.diverges, BOOK.rounds
 
 TOKENS = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(2))
 
@@ -96,6 +96,80 @@ def a_model_is_traced_by_torchscript() -> Pair:
         warnings.simplefilter("ignore")  # torch deprecates TorchScript
         right = torch.jit.trace(left, X)
     return infer((left, right), X)
+
+
+# ---- other ways to the same results --------------------------------------------------------------------------
+
+
+def experts(*, softmax_first: bool, scaled: bool = True) -> nn.Module:
+    """A mixture of four linear experts, of which the best two are used."""
+
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        logits = m.gate(x)
+        if softmax_first:
+            weights, best = logits.softmax(-1).topk(2)
+            weights = weights / weights.sum(-1, keepdim=True) if scaled else weights
+        else:
+            weights, best = logits.topk(2)
+            weights = weights.softmax(-1)
+        results = torch.stack([expert(x) for expert in m.experts], 1)
+        chosen = results.gather(1, best[..., None].expand(-1, -1, results.shape[-1]))
+        return (chosen * weights[..., None]).sum(1)
+
+    parts = nn.ModuleList(nn.Linear(8, 3) for _ in range(4))
+    return Of(forward, gate=nn.Linear(8, 4), experts=parts)
+
+
+@rounds
+def weights_of_experts_are_made_before_or_after_the_best_are_picked() -> Pair:
+    """What is picked from is far apart, and what comes of it is the same."""
+    return infer(
+        twins(lambda: experts(softmax_first=True), lambda: experts(softmax_first=False)), X
+    )
+
+
+@diverges(cause="structure", says=("the left run has 2 ops more here: sum, div",))
+def weights_of_experts_are_not_scaled_to_one() -> Pair:
+    return infer(
+        twins(
+            lambda: experts(softmax_first=True),
+            lambda: experts(softmax_first=True, scaled=False),
+        ),
+        X,
+    )
+
+
+def recurrence(*, parallel: bool, decay: float = 1.0) -> nn.Module:
+    """A gated linear recurrence, step by step or by sums over all steps."""
+
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        step = nn.functional.softplus(m.step(x))
+        if parallel:
+            logs = (-step * decay).cumsum(1)
+            states = logs.exp() * (x * step * (-logs).exp()).cumsum(1)
+            return m.out(states * x.sigmoid())
+        state, states = torch.zeros(x.shape[0], 8), []
+        for t in range(x.shape[1]):
+            state = (-step[:, t] * decay).exp() * state + x[:, t] * step[:, t]
+            states.append(state)
+        return m.out(torch.stack(states, 1) * x.sigmoid())
+
+    return Of(forward, step=nn.Linear(8, 8), out=nn.Linear(8, 3))
+
+
+@rounds
+def a_recurrence_is_computed_in_parallel() -> Pair:
+    return infer(
+        twins(lambda: recurrence(parallel=False), lambda: recurrence(parallel=True)), TOKENS
+    )
+
+
+@diverges(cause="structure")
+def a_recurrence_in_parallel_forgets_otherwise() -> Pair:
+    return infer(
+        twins(lambda: recurrence(parallel=False), lambda: recurrence(parallel=True, decay=1.01)),
+        TOKENS,
+    )
 
 
 @pytest.mark.parametrize("scenario", BOOK.scenarios, ids=lambda s: s.make.__name__)

@@ -81,6 +81,8 @@ def rounding(e: Evidence) -> Cause | None:
         return _leaf_rounding(e)
     if e.origin.story == "region" and _rearranged(e):
         return _other_order(e)
+    if _differs_on_the_way(e):
+        return _come_together(e)
     found = e.any_op
     where = (
         f"{found[1].name(found[2])} in {scope(found[1].module(found[2]))}"
@@ -229,6 +231,35 @@ def _other_order(e: Evidence) -> Cause:
         " of them agree up to rounding",
         [_size(e), *_regions(e)],
         "Nothing is wrong: both runs compute with the same numbers.",
+    )
+
+
+def _differs_on_the_way(e: Evidence) -> bool:
+    """Whether what the runs computed in different ways is further apart here than rounding, and the results are not."""
+    gap, limit = e.size.difference, e.size.limit
+    if e.origin.kind != "structure" or gap is None or gap.relative is None or limit is None:
+        return False
+    return gap.relative > limit
+
+
+def _come_together(e: Evidence) -> Cause:
+    """Other ways to the same results: weights of experts scaled to one before or after the best are picked."""
+    reader = e.consumer()
+    op = e.case.left.name(reader.left) if reader.left is not None else "the result"
+    where = f" in {scope(e.case.left.module(reader.left))}" if reader.left is not None else ""
+    return cause(
+        "rounding",
+        "likely",
+        f"the runs compute what {op}{where} reads in different ways, and come together again: the results agree up to"
+        " rounding",
+        [
+            f"here they are {number(e.size.difference.relative)} apart"
+            if e.size.difference is not None and e.size.difference.relative is not None
+            else "",
+            *_regions(e),
+        ],
+        "Nothing is wrong if both ways are meant to compute the same; these inputs show no difference. Compare the two at"
+        " the lines above to be sure.",
     )
 
 

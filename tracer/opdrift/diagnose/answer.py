@@ -387,7 +387,7 @@ def _ranked(judged: Sequence[Judged]) -> tuple[Cause, ...]:
     """All causes, likeliest first: those of the first material origin lead.
 
     What else explains that origin is told as well. Beside a certain cause it is only likely; where the
-    cause itself is an interpretation, the plain fact comes first.
+    cause itself is an interpretation of something wrong, the plain fact comes first.
     """
     order = sorted(judged, key=lambda j: not j.size.material)
     found: dict[tuple[str, str], Cause] = {}
@@ -397,7 +397,10 @@ def _ranked(judged: Sequence[Judged]) -> tuple[Cause, ...]:
             further = [
                 replace(c, confidence="likely") if c.confidence == "certain" else c for c in further
             ]
-        for each in sorted([lead, *further], key=lambda c: _CONFIDENCES.index(c.confidence)):
+        told = [lead, *further]
+        if lead.slug != "rounding":
+            told.sort(key=lambda c: _CONFIDENCES.index(c.confidence))
+        for each in told:
             found.setdefault((each.slug, each.summary), each)
     for other in order[1:]:
         found.setdefault((other.causes[0].slug, other.causes[0].summary), other.causes[0])

@@ -19,13 +19,15 @@ from opdrift.sizes import Size, at_reader
 
 #: What is made of other weights is that much further apart than rounding, where they are made up for later.
 _LARGE: Final = 100
+#: How an origin shows where the runs compute something in different ways.
+_OTHERWISE: Final = frozenset(("region", "other-source"))
 
 
 def without_effect(case: Case, found: Found, origin: Origin, size: Size) -> Size:
     """The size of an origin; rounding where all results agree although something on the way does not.
 
-    That is so of partial sums, of queries that have no key, of numbers in another order, and of weights that one run
-    folds something into which the other computes apart. Other differences are material even where the results of this run do not show them.
+    That is so of partial sums, of queries that have no key, of numbers in another order, of weights that one run folds
+    something into which the other computes apart, and of what the runs compute in different ways until they come together again. Other differences are material even where the results of this run do not show them.
     """
     if not size.material or case.by_sample:
         return size
@@ -56,19 +58,23 @@ def _is_rearranged(case: Case, origin: Origin) -> bool:
 
 
 def _made_up_for(case: Case, origin: Origin, effects: Effects, limit: float) -> bool:
-    """Whether a weight differs, much of what is made of it does, and ops of one run alone make up for that.
+    """Whether a weight or a way to compute differs, much of what is made of it does, and ops of one run alone make up for that.
 
-    A norm that is folded into a convolution, rows in the order of another rotary embedding: without ops
-    of its own a run that agrees again only happens to.
+    A norm that is folded into a convolution, rows in the order of another rotary embedding, weights of experts that are
+    scaled to one before or after the best are picked: without ops of its own a run that agrees again only happens to.
     """
-    leaf = origin.leaf.left
-    if origin.kind != "leaf" or origin.row < 0 or leaf is None or leaf.kind != "parameter":
+    if origin.row < 0 or not (_is_weight(origin) or origin.story in _OTHERWISE):
         return False
     gap, _ = at_reader(case, origin.row)
     if gap is None or gap.relative is None or gap.relative <= _LARGE * limit:
         return False
     slots = effects.last_slots(origin.row)
     return bool(slots) and all(_differ_in_ops(case, slot) for slot in slots)
+
+
+def _is_weight(origin: Origin) -> bool:
+    leaf = origin.leaf.left
+    return origin.kind == "leaf" and leaf is not None and leaf.kind == "parameter"
 
 
 def _differ_in_ops(case: Case, slot: int) -> bool:
