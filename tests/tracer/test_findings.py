@@ -134,6 +134,18 @@ def test_nan_is_followed_through_views():
     assert [place[3] for place in places(build.build())] == ["aten.div.Tensor"]
 
 
+def test_nan_that_a_trial_run_left_in_statistics_is_told_with_it():
+    """Memory that nothing wrote may hold NaN; neither the buffer nor the op that reads it is told once more."""
+    build = Builder()
+    x, mean = build.leaf("x", kind="input"), build.leaf("norm.mean", kind="buffer")
+    x = build.op("relu", x)
+    mean = build.hidden_write(mean, "norm.mean", content=array(math.nan, math.nan))
+    build.mark("trial", buffers=["norm.mean"], unwritten=True, stage=1, unit="")
+    build.output(build.op("add.Tensor", x, mean, content=array(math.nan, math.nan)))
+
+    assert places(build.build()) == [("trial", "uninitialised", "norm.mean", None, "", 1)]
+
+
 def test_a_parameter_with_nan_is_named_itself():
     """The op that first reads it is not blamed."""
     build = Builder()

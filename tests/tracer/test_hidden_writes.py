@@ -153,3 +153,19 @@ def test_two_runs_come_apart_where_the_overwritten_result_is_read(tmp_path: Path
         "race",
     )
     assert "the output of op 1 (aten.sin.default)" in first.cause.summary
+
+
+def test_a_buffer_that_an_integration_names_again_has_what_it_holds_then(tmp_path):
+    """Running statistics are written with no version moved: only their content tells."""
+    statistics, x = torch.zeros(3), torch.arange(6.0).view(2, 3)
+    with torch.no_grad(), opdrift.record(tmp_path / "t.trace", integrity="off") as recorder:
+        recorder.name_tensor(statistics, "mean", kind="buffer")
+        with recorder.pause():
+            torch.batch_norm(x, None, None, statistics, torch.ones(3), True, 1.0, 1e-5, False)
+        recorder.name_tensor(statistics, "mean", kind="buffer")
+        statistics.exp()
+    trace = opdrift.load(tmp_path / "t.trace")
+
+    read = trace.fingerprint(trace.op(len(trace.ops) - 1).inputs[0])
+    assert read is not None
+    assert (read.min, read.max) == (1.5, 3.5)

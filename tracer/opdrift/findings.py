@@ -222,11 +222,13 @@ def _nonfinite(trace: Trace, steps: Steps) -> Iterator[Finding]:
     rows = _content_rows(trace)
     nan = _counts(trace, ("nan",))
     infinite = _counts(trace, ("pinf", "ninf"))
+    told = written_by_trials(trace)
     leaf = next(
         (
             each
             for each in trace.leaves
             if each.kind in ("parameter", "buffer", "input")
+            and (each.name, each.seq) not in told
             # what a recorded op wrote, as an optimizer does, is told where the NaN began
             and trace.producer[each.value] < 0
             and _at(nan, rows[each.value])

@@ -114,6 +114,12 @@ class Rereading:
         if known:
             return entry
         leaf.at_version(version)
+        return self.reread(t, tensor, state, entry)
+
+    def reread(self, t: ThreadBuffers, tensor: Tensor, state: StorageState, entry: Entry) -> Entry:
+        """The value of a leaf as it is now, after something may have written it with no op that we saw."""
+        leaf = state.leaf
+        assert leaf is not None
         if state.special is not None or self.is_unchanged(tensor, leaf):
             return entry
         return self._changed(t, tensor, state, leaf)

@@ -498,6 +498,9 @@ class Values:
             at = tensor.untyped_storage().data_ptr() or 1
             if at != state.at or version_of(tensor) != state.version:
                 entry = self.rereading.moved(t, tensor, state, entry)
+            elif kind == "buffer" and when == "gather":
+                # running statistics are written with no version moved
+                entry = self.rereading.reread(t, tensor, state, entry)
         if entry is None:
             entry = self._make_another(t, state, key)
         if isinstance(state.special, Generated):
