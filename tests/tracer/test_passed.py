@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from ranks import START, found_in, together
 
+from opdrift.diagnose.across_ranks import diagnose_world
 from opdrift.findings import findings
-from opdrift.records import Finding
+from opdrift.records import Finding, Sides
 from opdrift.testing import Builder
+from opdrift.tracefile.reader import Trace
 
 #: Each with a fault that only one side can be blamed for, beside the same without it.
 RUNS = (
@@ -160,8 +162,8 @@ def test_what_arrives_as_something_else_is_found(runs: Path, name: str):
 # ---- which message is which ----------------------------------------------------------------------------
 
 
-def line_of(sent: Sequence[float], received: Sequence[float]) -> list[Finding]:
-    """What is found where rank 0 sends these contents, and rank 1 receives those."""
+def ranks_of(sent: Sequence[float], received: Sequence[float]) -> list[Trace]:
+    """Rank 0 sends these contents, and rank 1 receives those."""
     builders = [Builder(rank=0), Builder(rank=1)]
     tensors = [["float32", 8]]
     for build, contents, what in zip(builders, (sent, received), ("send", "recv"), strict=True):
@@ -177,7 +179,11 @@ def line_of(sent: Sequence[float], received: Sequence[float]) -> list[Finding]:
                 given=tensors if what == "send" else None, got=None if what == "send" else tensors,
                 reduction=None, root=None, waited=False, source=None,
             )  # fmt: skip
-    return list(findings([build.build() for build in builders]))
+    return [build.build() for build in builders]
+
+
+def line_of(sent: Sequence[float], received: Sequence[float]) -> list[Finding]:
+    return list(findings(ranks_of(sent, received)))
 
 
 def test_a_nan_that_a_message_brings_is_not_where_it_begins():
@@ -193,6 +199,18 @@ def test_only_the_first_wrong_message_of_a_line_is_told_with_their_number():
 
     assert found.seq == 2
     assert "1 more of these messages did not arrive as they were sent" in found.cause.evidence
+
+
+def test_ranks_held_against_each_other_show_the_same():
+    first = diagnose_world(ranks_of([1, 2, 3], [1, 7, 3])).first
+
+    assert first is not None
+    assert (first.cause.slug, first.ranks, first.seq) == (
+        "collective",
+        Sides((0,), (1,)),
+        Sides(2, 2),
+    )
+    assert first.cause == line_of([1, 2, 3], [1, 7, 3])[0].cause
 
 
 @pytest.mark.parametrize("early", [1, 2])

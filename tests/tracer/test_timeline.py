@@ -7,7 +7,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from opdrift.diagnose.across_ranks import diagnose_world
 from opdrift.findings import findings
+from opdrift.records import Sides
 from opdrift.render import leaf_text, trace_json
 from opdrift.render.page import Screen
 from opdrift.testing import Builder
@@ -234,6 +236,23 @@ def test_a_rank_that_never_loaded_is_found_by_where_its_weights_came_from():
 
     assert (found.name, found.rank, found.cause.slug) == ("fc.weight", 1, "weights")
     assert found.cause.summary == "fc.weight was loaded on rank 0 and never on rank 1"
+
+
+def test_what_ranks_loaded_otherwise_is_told_where_they_are_held_against_each_other():
+    first = diagnose_world([rank_with(0, load=True), rank_with(1, load=False)]).first
+
+    assert first is not None
+    assert (first.name, first.ranks) == ("fc.weight", Sides((0,), (1,)))
+    assert first.cause.summary == "fc.weight was loaded on rank 0 and never on rank 1"
+
+
+def test_a_parameter_that_the_first_rank_does_not_have_is_looked_at_too():
+    """Stages of a pipeline, each on two ranks."""
+    other = Builder(rank=0)
+    other.name(other.op("uniform_", other.op("empty", shape=(4, 8))), "stage.weight")
+    (found,) = findings([other.build(), rank_with(1, load=True), rank_with(2, load=False)])
+
+    assert (found.name, found.rank, found.cause.slug) == ("fc.weight", 2, "weights")
 
 
 @pytest.mark.parametrize("load", [True, False])

@@ -38,16 +38,27 @@ from opdrift.world.causes import (
     listed,
     of_disagreement,
     of_end,
+    of_loads,
     of_message,
     of_split,
     of_waiting,
+    of_wrong_message,
     of_wrong_results,
 )
 from opdrift.world.collectives import Collective, Disagreement, World
 from opdrift.world.ends import End, first_ends
-from opdrift.world.findings import end_findings, follows_from_an_end, grouped, odd_ones, unmet
+from opdrift.world.findings import (
+    end_findings,
+    follows_from_an_end,
+    grouped,
+    loads_apart,
+    odd_ones,
+    unmet,
+)
+from opdrift.world.loads import LoadedDifferently
 from opdrift.world.messages import Message, disagreements
 from opdrift.world.one_run import of_another_run
+from opdrift.world.passed import wrong_messages
 from opdrift.world.replicas import Replicas, Split
 from opdrift.world.results import WrongResult, by_place, unread, wrong_results
 from opdrift.world.work import OtherMode, of_other_mode, other_modes, same_work
@@ -201,6 +212,9 @@ class _Check:
         splits = [s for replica in self._judged if (s := self._replicas.split(replica)) is not None]
         for group in grouped(splits):
             yield self._of_split(group)
+        loads = loads_apart(self.world, splits)
+        if loads:
+            yield self._of_loads(loads)
         for wrong in by_place(wrong_results(self.world)):
             yield self._of_results(wrong)
         yield from self._disagreements()
@@ -314,17 +328,37 @@ class _Check:
                 yield self._of_end(end)
 
     def _messages(self) -> Iterator[_Placed]:
-        """Messages that two ranks do not agree about, and those that a rank waited in for nothing."""
+        """Messages that two ranks do not agree about, that did not arrive as they were sent, or that met nothing."""
         for sent, received in disagreements(self.world.messages):
-            ranks = Sides(sent.rank, received.rank)
-            parts = {sent.rank: sent, received.rank: received}
-            yield self._of_parts(
-                of_message(sent, received), parts, ranks, _each(ranks), "structure"
-            )
+            yield self._of_message(sent, received, of_message(sent, received), "structure")
+        for wrong in wrong_messages(self.world):
+            yield self._of_message(wrong.sent, wrong.received, of_wrong_message(wrong), "op")
         for message in unmet(self.world, first_ends(self.world)):
             ranks = Sides(message.peer, message.rank)
             cause = of_waiting(self.world, message)
             yield self._of_parts(cause, {message.rank: message}, ranks, _each(ranks), "structure")
+
+    def _of_message(
+        self, sent: Message, received: Message, cause: Cause, kind: DivergenceKind
+    ) -> _Placed:
+        ranks = Sides(sent.rank, received.rank)
+        parts = {sent.rank: sent, received.rank: received}
+        return self._of_parts(cause, parts, ranks, _each(ranks), kind)
+
+    def _of_loads(self, found: Sequence[LoadedDifferently]) -> _Placed:
+        ranks = Sides(found[0].loaded, found[0].drawn)
+        names = [each.name for each in found]
+        divergence = between_ranks(
+            "leaf",
+            of_loads(found),
+            _each(ranks),
+            op=None,
+            module=names[0].rpartition(".")[0],
+            name=names[0],
+            members=tuple(names[1:]),
+            seq=Sides(None, None),
+        )
+        return _Placed(divergence, (0, 0), ranks)
 
     def _of_disagreement(self, found: Disagreement, odd: tuple[int, ...], cause: Cause) -> _Placed:
         usual = tuple(rank for rank in found.members if rank not in odd) or odd

@@ -23,7 +23,7 @@ from opdrift.world.causes import (
 from opdrift.world.collectives import Collective, Disagreement, World
 from opdrift.world.ends import End, ends, first_ends
 from opdrift.world.handed import given
-from opdrift.world.loads import loaded_differently
+from opdrift.world.loads import LoadedDifferently, loaded_differently
 from opdrift.world.messages import Message, disagreements
 from opdrift.world.passed import wrong_messages
 from opdrift.world.replicas import Replicas, Split
@@ -69,13 +69,18 @@ def _contents(world: World) -> Iterator[Finding]:
         yield _finding(
             "replica", cause, world.traces[mode.odd[0]], seq=None, name=name, module=name
         )
-    told = {split.replica.name for split in splits}
-    differently = [found for found in loaded_differently(world) if found.name not in told]
+    differently = loads_apart(world, splits)
     if differently:
         trace = world.traces[differently[0].drawn]
         name = differently[0].name
         cause = of_loads(differently)
         yield _finding("replica", cause, trace, seq=None, name=name, module=name.rpartition(".")[0])
+
+
+def loads_apart(world: World, splits: Sequence[Split]) -> list[LoadedDifferently]:
+    """Parameters that one rank loaded and another one drew, but for those that are told as replicas that differ."""
+    told = {split.replica.name for split in splits}
+    return [found for found in loaded_differently(world) if found.name not in told]
 
 
 def another_run(trace: Trace, said: str) -> Finding:

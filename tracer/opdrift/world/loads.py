@@ -40,7 +40,7 @@ def loaded_differently(world: World) -> Iterator[LoadedDifferently]:
     """
     made = {rank: _made(trace) for rank, trace in world.traces.items()}
     told = {name for trace in world.traces.values() for name in sharding(trace)}
-    for name in next(iter(made.values()), {}):
+    for name in dict.fromkeys(name for by_name in made.values() for name in by_name):
         found = {rank: by_name[name] for rank, by_name in made.items() if name in by_name}
         loaded = next((rank for rank, how in found.items() if how.kind == "copied"), None)
         drawn = next((rank for rank, how in found.items() if how.kind in _FRESH), None)
