@@ -32,11 +32,15 @@ LAYERS: tuple[tuple[int, str, str], ...] = (
         RECORDING,
         "boundaries checkpoint_digests digesting headers marks mode naming options recorder",
     ),
-    (2, READING, "align components contents deliveries layouts neighbours regions shards tokens"),
+    (
+        2,
+        READING,
+        "align asked components contents deliveries layouts neighbours regions shards tokens",
+    ),
     (
         3,
         READING,
-        "bounds case compare copies extracalls flow leaves matches modelsettings openmasks orders pairs parts picks provenance races regionresults replacements samples settings sinks steps timeline unfollowed",
+        "bounds case compare copies extracalls flow gradients leaves matches modelsettings openmasks orders pairs parts picks provenance races regionresults replacements samples settings sinks steps timeline unfollowed",
     ),
     (
         4,

@@ -8,6 +8,7 @@ from functools import cached_property
 from opdrift.align import Maps, Pairing, align
 from opdrift.bounds import OpViews
 from opdrift.contents import Contents
+from opdrift.gradients import Gradients
 from opdrift.leaves import LeafTable
 from opdrift.pairs import Compared
 from opdrift.picks import AttentionRegion, Picks, Settings
@@ -16,7 +17,7 @@ from opdrift.records import ArgumentDifference, Call, Op, Pick, Sides
 from opdrift.regions import Regions
 from opdrift.replacements import Replacement, replacements
 from opdrift.samples import OneSample, SampleContents, SampleViews
-from opdrift.settings import argument_differences
+from opdrift.settings import argument_differences, describe
 from opdrift.tracefile.columns import Ints
 from opdrift.tracefile.fingerprints import Fingerprint
 from opdrift.tracefile.reader import Trace
@@ -87,6 +88,11 @@ class Side:
         return self.contents.one if isinstance(self.contents, SampleContents) else None
 
     @cached_property
+    def gradients(self) -> Gradients:
+        """Which parameters its values update."""
+        return Gradients(self.contents)
+
+    @cached_property
     def lineage(self) -> Lineage:
         """Where contents came from."""
         return Lineage(self.trace)
@@ -144,9 +150,24 @@ class Case:
     def settings(self, left: int, right: int) -> tuple[ArgumentDifference, ...]:
         """Arguments that differ between two ops, tensors given on one side only included."""
         a, b = self.left.op(left).signature, self.right.op(right).signature
-        return argument_differences(
+        given = argument_differences(
             {**a.op.defaults, **dict(a.arguments)}, {**b.op.defaults, **dict(b.arguments)}
         )
+        return (*self._asked_otherwise(left, right), *given)
+
+    def _asked_otherwise(self, left: int, right: int) -> tuple[ArgumentDifference, ...]:
+        """What two collectives were asked for otherwise, though no argument of the op can be read for it."""
+        row = int(self.compared.row_of_left[left])
+        names = self.compared.asked_otherwise.get(row, ())
+        if not names or int(self.pairing.right_of[left]) != right:
+            return ()
+        one, other = (
+            asked[side.seq(op)]
+            for asked, side, op in zip(
+                self.compared.asked, (self.left, self.right), (left, right), strict=True
+            )
+        )
+        return tuple(ArgumentDifference(n, describe(one[n]), describe(other[n])) for n in names)
 
 
 def build_case(

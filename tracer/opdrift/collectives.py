@@ -212,10 +212,12 @@ def _of_c10d(
         "ranks": ranks,
         "given": _tensors(args, gives),
         "got": _tensors(args, gets),
-        "reduction": _reduction_of(frame) if "reduce_op" in named else None,
+        "reduction": None,
         "root": _global(named.get("root_rank"), ranks),
         "waited": named.get("async_op") is False,
     }
+    if "reduce_op" in named:
+        found |= _reduction_of(frame)
     if what in ("send", "recv"):
         found["peer"] = named.get("dst", named.get("src"))
         found["tag"] = named.get("tag")
@@ -282,21 +284,27 @@ def _sizes(
     return [int(split) * row for split in splits]
 
 
-def _reduction_of(frame: FrameType | None) -> str | None:
-    """The reduction that `torch.distributed` was asked for; None where C++ asked (DDP), which tells nobody.
-
-    "another" is one with a factor (`PREMUL_SUM`).
+def _reduction_of(frame: FrameType | None) -> dict[str, Any]:
+    """The reduction that `torch.distributed` was asked for, and its factor; None where C++ asked (DDP), which tells nobody.
 
     The dispatcher hands over a boxed `ReduceOp` that cannot be read (notes: integrity I5).
     """
     if frame is None:
-        return None
+        return {"reduction": None}
     names = frame.f_locals
     options = names.get("opts")
     if type(names) is dict:
         names.clear()  # up to Python 3.12 it is a copy, which would keep tensors alive
     asked = getattr(options, "reduceOp", None)
     if asked is None:
-        return None
+        return {"reduction": None}
     reduce_op = torch.distributed.ReduceOp
-    return next((name for name in _REDUCTIONS if asked == getattr(reduce_op, name)), "another")
+    name = next((name for name in _REDUCTIONS if asked == getattr(reduce_op, name)), None)
+    return {"reduction": name} if name is not None else _with_factor(asked)
+
+
+def _with_factor(asked: Any) -> dict[str, Any]:
+    """A reduction that multiplies what each rank gives: by a number, or by a tensor, which is not read."""
+    kind, factor = asked.__getstate__()
+    plain = isinstance(factor, int | float)
+    return {"reduction": str(kind).rpartition(".")[2], "factor": factor if plain else None}

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from opdrift.align import Pairing
+from opdrift.asked import Asked, asked_of, otherwise
 from opdrift.contents import Contents, Flags
 from opdrift.flow import ancestry
 from opdrift.records import RAISED
@@ -89,6 +90,28 @@ class Compared:
         found[_other_code(self)] = (
             False  # the arguments of generated code are in no order of the program's
         )
+        found[list(self.asked_otherwise)] = True
+        return found
+
+    @cached_property
+    def asked(self) -> tuple[Asked, Asked]:
+        """What each run asked of its collectives, beside what an op's arguments say."""
+        return asked_of(self.left.trace), asked_of(self.right.trace)
+
+    @cached_property
+    def asked_otherwise(self) -> dict[int, tuple[str, ...]]:
+        """Pairs of which one asked for another reduction, root or ranks, and what of these it is."""
+        left, right = self.left.trace, self.right.trace
+        same_size = left.header.world_size == right.header.world_size
+        found: dict[int, tuple[str, ...]] = {}
+        for seq, told in self.asked[0].items():
+            index = left.index_of(seq)
+            row = -1 if index is None else int(self.row_of_left[index])
+            if row < 0:
+                continue
+            theirs = self.asked[1].get(int(right.ops.seq[self.pairing.right[row]]))
+            if theirs is not None and (names := otherwise(told, theirs, same_size=same_size)):
+                found[row] = names
         return found
 
     @cached_property

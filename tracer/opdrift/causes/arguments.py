@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Final
 
-from opdrift.causes.evidence import SIDES, Evidence, cause, scope, setting
-from opdrift.causes.optimizers import COMPARE_OPTIMIZERS, scope_of, updates_parameters
+from opdrift.causes.evidence import SIDES, Evidence, cause, scope, setting, some
+from opdrift.causes.gradients import BEFORE_THE_STEP, told, updated_at
+from opdrift.causes.optimizers import COMPARE_OPTIMIZERS, outside_modules, scope_of
 from opdrift.causes.reading import is_kept
 from opdrift.causes.splitproducts import is_split_otherwise
+from opdrift.gradients import Updated
 from opdrift.records import Cause
 from opdrift.tokens import base
 
@@ -30,8 +32,9 @@ def op_args(e: Evidence) -> Cause | None:
     where = "to another place" if e.origin.story == "placed" else "with other arguments"
     found = e.any_op
     assert found is not None
-    updates = updates_parameters(*found[1:])
-    subject = f"{made or op.name} in {'an optimizer step' if updates else scope_of(*found[1:])}"
+    updated = updated_at(e.case, e.origin) if outside_modules(*found[1:]) else None
+    of_gradient = updated is not None and updated.role == "gradient"
+    subject = f"{made or op.name} {_place(e, updated)}"
     return cause(
         "op-args",
         "certain",
@@ -41,13 +44,25 @@ def op_args(e: Evidence) -> Cause | None:
             *(f"{name}: {side.place(i)}" for name, side, i in e.sides if i is not None),
             "its tensor inputs are equal in both runs" if e.origin.inputs_match else "",
             "it changes parameters after a backward pass: an argument of an optimizer's update"
-            if updates
+            if updated is not None and not of_gradient
             else "",
         ],
-        COMPARE_OPTIMIZERS
-        if updates
+        BEFORE_THE_STEP
+        if of_gradient
+        else COMPARE_OPTIMIZERS
+        if updated is not None
         else f"Make {settings[0].name} the same in both configurations; look where the module is built, and at defaults that changed between versions.",
     )
+
+
+def _place(e: Evidence, updated: Updated | None) -> str:
+    """Where an op was called, in words: on a gradient, in an optimizer's step, or in a module."""
+    found = e.any_op
+    assert found is not None
+    if updated is None:
+        return f"in {scope_of(*found[1:])}"
+    on = updated.role == "gradient"
+    return f"on {told(updated)}" if on else f"in an optimizer step of {some(updated.names)}"
 
 
 def position_ids(e: Evidence) -> Cause | None:

@@ -1,21 +1,24 @@
-"""What an optimizer's step is: ops outside every module, behind a backward pass, that end in a parameter."""
+"""Words for what optimizers do, and where they do it: outside every module, behind a backward pass."""
 
 from __future__ import annotations
 
 from typing import Final
 
-import numpy as np
-
 from opdrift.case import Side
 from opdrift.causes.evidence import scope
+from opdrift.origins.updates import Step
 from opdrift.records import OUTSIDE
 
-#: Between a moment's update and the write of the last parameter that it goes into: Adam of one tensor takes 10 ops.
-_NEAR: Final = 64
 COMPARE_OPTIMIZERS: Final = (
     "Print optimizer.param_groups (lr, weight_decay, eps, betas, momentum) in both runs, with the scheduler's lr at this"
     " step: this number is made of them."
 )
+
+
+def in_words(side: Side, op: int, step: Step) -> str:
+    """An op of an update with its numbers: `aten.mul_.Tensor (other: 0.5)`."""
+    numbers = ", ".join(f"{name}: {number!r}" for name, number in step.numbers)
+    return side.name(op) + (f" ({numbers})" if numbers else "")
 
 
 def scope_of(side: Side, op: int) -> str:
@@ -24,26 +27,7 @@ def scope_of(side: Side, op: int) -> str:
     return scope(call.path) if call.id else OUTSIDE
 
 
-def updates_parameters(side: Side, op: int) -> bool:
-    """Whether an op is part of an optimizer's step: outside modules and behind a backward pass, it ends in a parameter."""
-    trace, of = side.trace, side.contents.states.of
-    if side.call(op).id or trace.ops.phase[op] or not (trace.ops.phase[:op] == 1).any():
-        return False
-    made: set[int] = set()
-    for i in range(op, min(op + _NEAR, len(trace.ops))):
-        if side.call(i).id or trace.ops.phase[i]:
-            return False
-        inputs = trace.ops.inputs[i].tolist()
-        if i > op and not made.intersection(of[inputs].tolist() if inputs else ()):
-            continue
-        outputs = trace.ops.outputs[i]
-        written = outputs[side.contents.states.writer[of[outputs]] == i]
-        made.update(np.asarray(of[written]).tolist())
-        if any(_is_parameter(side, int(v)) for v in written):
-            return True
-    return False
-
-
-def _is_parameter(side: Side, value: int) -> bool:
-    leaf = side.leaves.of_storage(value)
-    return leaf is not None and leaf.kind == "parameter"
+def outside_modules(side: Side, op: int) -> bool:
+    """Whether an op ran outside of modules and of backward passes, behind one: where gradients are changed and optimizers step."""
+    ops = side.trace.ops
+    return not int(ops.call[op]) and not ops.phase[op] and bool((ops.phase[:op] == 1).any())

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from opdrift.asked import REDUCING
 from opdrift.case import Case, Side
 from opdrift.causes.evidence import Evidence, cause, scope, some
-from opdrift.causes.optimizers import COMPARE_OPTIMIZERS
+from opdrift.causes.optimizers import COMPARE_OPTIMIZERS, in_words
 from opdrift.compare import number
 from opdrift.origins.kinds import computes
 from opdrift.origins.model import Origin
@@ -26,10 +27,6 @@ _LOADED: Final = (
 )
 
 
-#: Collectives that reduce gradients.
-_REDUCING: Final = frozenset({"reduce_scatter", "all_reduce", "reduce"})
-
-
 def updated_alike(e: Evidence) -> Cause | None:
     """Each run updated a parameter in the same way, and what came of it differs by no more than rounding."""
     if e.origin.story != "gathered" or e.size.material:
@@ -44,7 +41,7 @@ def updated_alike(e: Evidence) -> Cause | None:
         "rounding",
         "certain" if types else "likely",
         f"{e.origin.names[0]} is updated alike in both runs, up to the rounding{why}",
-        [sizes, *_reductions(e)],
+        [sizes, *reductions(e)],
         "Nothing is wrong. For equal bits reduce and update in the same type, over the same ranks, in both runs.",
     )
 
@@ -72,7 +69,7 @@ def updated_with_other_numbers(e: Evidence) -> Cause | None:
             f"left: {e.case.left.place(ops.left)}",
             f"right: {e.case.right.place(ops.right)}",
             *_only_one_calls(e),
-            *_reductions(e),
+            *reductions(e),
         ],
         COMPARE_OPTIMIZERS,
     )
@@ -94,7 +91,7 @@ def updated_by_other_ops(e: Evidence) -> Cause | None:
         one, side, steps = ("left", e.case.left, only.left) if only.left else ("right", e.case.right, only.right)  # fmt: skip
         summary = f"the {one} run's update of {name} has {_in_words(side, steps)} more"
     sure: Confidence = "likely" if found.alone else "possible"
-    return cause("structure", sure, summary, [*more, *_reductions(e)], _STEP)
+    return cause("structure", sure, summary, [*more, *reductions(e)], _STEP)
 
 
 def gradient_in_another_type(e: Evidence) -> Cause | None:
@@ -113,7 +110,7 @@ def gradient_in_another_type(e: Evidence) -> Cause | None:
         "dtype",
         "certain",
         f"the {one} run takes the gradient of {e.origin.names[0]} through {some(types)}, the other does not",
-        [f"{one}: first by {side.place(casts[0])}", *_reductions(e)],
+        [f"{one}: first by {side.place(casts[0])}", *reductions(e)],
         "Reduce gradients in one type in both runs: look at reduce_dtype of MixedPrecision or MixedPrecisionPolicy, and at"
         " communication hooks that compress.",
     )
@@ -147,18 +144,14 @@ def _only_one_calls(e: Evidence) -> list[str]:
 
 
 def _in_words(side: Side, steps: Mapping[Step, int]) -> str:
-    found = []
-    for step, op in steps.items():
-        numbers = ", ".join(f"{name}: {number!r}" for name, number in step.numbers)
-        found.append(f"{side.name(op)}" + (f" ({numbers})" if numbers else ""))
-    return some(found, 4)
+    return some([in_words(side, op, step) for step, op in steps.items()], 4)
 
 
 def _returns(side: Side, op: int) -> set[str]:
     return {side.trace.meta(int(v)).dtype for v in side.trace.ops.outputs[op]}
 
 
-def _reductions(e: Evidence) -> list[str]:
+def reductions(e: Evidence) -> list[str]:
     """How each run reduced the gradient, as far as that is between here and what the runs have in common."""
     found = []
     for n, (name, side, _) in enumerate(e.sides):
@@ -166,9 +159,7 @@ def _reductions(e: Evidence) -> list[str]:
         asked = dict.fromkeys(
             _asked(mark.fields)
             for mark in side.trace.marks
-            if mark.kind == "collective"
-            and mark.seq in ops
-            and mark.fields.get("what") in _REDUCING
+            if mark.kind == "collective" and mark.seq in ops and mark.fields.get("what") in REDUCING
         )
         if asked:
             found.append(f"{name}: its gradient comes from {some(list(asked), 2)}")
@@ -195,7 +186,7 @@ def gathered_otherwise(e: Evidence) -> Cause | None:
         if at is not None:
             evidence.append(f"{label}: {side.place(at)} reads it")
         evidence += [f"{label}: {line}" for line in _written(side, name, ops)]
-    evidence += _reductions(e)
+    evidence += reductions(e)
     sharded = any(name in sharding(side.trace) for _, side, _ in e.sides)
     how = "gathers it from shards" if sharded else "loads it from where it was offloaded to"
     return cause(

@@ -266,7 +266,12 @@ def _judge(
     else:
         origins += islice(unexplained(origins), 1)
     origins = without_types_that_follow(case, origins)
-    return by_setting(case, origins, lambda j, ops: replace(j, origin=replace(j.origin, alike=ops)))
+
+    def together(first: Judged, others: tuple[Origin, ...], ops: tuple[str, ...]) -> Judged:
+        origin = replace(first.origin, also=others, alike=ops)
+        return replace(first, origin=origin, causes=causes_of(Evidence(origin, first.size, shared)))
+
+    return by_setting(case, origins, together)
 
 
 def _is_told_inside(case: Case, judged: Judged, others: Sequence[Judged]) -> bool:

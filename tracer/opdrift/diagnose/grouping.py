@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable
 from typing import Protocol, TypeVar
 
-from opdrift.case import Case
+from opdrift.case import Case, Side
+from opdrift.causes.gradients import is_gradient
 from opdrift.origins.model import Origin
 from opdrift.pairs import DIFFERENT
 from opdrift.records import Cause, Sides
@@ -61,22 +62,23 @@ def grouped_leaves(origins: Iterable[Origin], judge: Callable[[Origin], J]) -> l
 
 
 def by_setting(
-    case: Case, judged: Iterable[J], alike: Callable[[J, tuple[str, ...]], J]
+    case: Case, judged: Iterable[J], alike: Callable[[J, tuple[Origin, ...], tuple[str, ...]], J]
 ) -> list[J]:
     """Let the first op that was called with another argument stand for those called with the same other argument.
 
-    So does the first extra write by one line stand for its others.
+    So does the first extra write by one line stand for its others, and what one run does to a gradient for what it does to
+    the other gradients there.
 
     One setting, a learning rate or an epsilon, reaches many ops: they are one origin, not many.
 
     Args:
         case: The comparison.
         judged: Origins in order.
-        alike: Makes an origin stand for ops, given in words.
+        alike: Makes an origin stand for others, and for their ops in words.
     """
     first: dict[Hashable, int] = {}
     found: list[J] = []
-    others: dict[int, list[str]] = defaultdict(list)
+    others: dict[int, list[Origin]] = defaultdict(list)
     for each in judged:
         keys = _setting_keys(case, each)
         at = next((first[key] for key in keys if key in first), None)
@@ -85,8 +87,13 @@ def by_setting(
         if at is None:
             found.append(each)
         else:
-            others[at].append(_in_words(case, each.origin))
-    return [alike(each, tuple(others[i])) if i in others else each for i, each in enumerate(found)]
+            others[at].append(each.origin)
+    return [
+        alike(each, tuple(others[i]), tuple(_in_words(case, other) for other in others[i]))
+        if i in others
+        else each
+        for i, each in enumerate(found)
+    ]
 
 
 def without_types_that_follow(case: Case, judged: Iterable[J]) -> list[J]:
@@ -171,12 +178,31 @@ def _setting_keys(case: Case, judged: HasCauses) -> list[Hashable]:
     side, slug = (case.left, case.right)[shown[0]], judged.causes[0].slug
     if origin.story == "written":
         return [(slug, side.name(shown[1]), shown[0], str(side.op(shown[1]).source))]
+    if origin.story == "region" and is_gradient(case, origin):
+        return [
+            (
+                slug,
+                *(
+                    _done(s, ops)
+                    for s, ops in zip(
+                        (case.left, case.right),
+                        (origin.region.left, origin.region.right),
+                        strict=True,
+                    )
+                ),
+            )
+        ]
     if origin.kind != "op" or not origin.settings:
         return []
     names = tuple(s.name for s in origin.settings)
     values = tuple((s.left, s.right) for s in origin.settings)
     where = side.op(shown[1]).call.type, side.op(shown[1]).phase
     return [(slug, family(side.name(shown[1])), names, where), (slug, values, where)]
+
+
+def _done(side: Side, ops: tuple[int, ...]) -> Hashable:
+    """What ops do, and by which line of the program."""
+    return tuple(dict.fromkeys((side.name(op), str(side.op(op).source)) for op in ops))
 
 
 def _in_words(case: Case, origin: Origin) -> str:

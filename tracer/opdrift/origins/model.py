@@ -60,6 +60,7 @@ class Origin:
         inputs_match: Whether all inputs are known equal; None where not all are known.
         order: Where it stands in the left run.
         alike: Ops at which the same setting shows again, as `op 12`.
+        also: The origins there, for which this one stands as well.
     """
 
     kind: DivergenceKind
@@ -77,6 +78,7 @@ class Origin:
     inputs_match: bool | None = None
     on_right: bool = False
     alike: tuple[str, ...] = ()
+    also: tuple[Origin, ...] = ()
 
     def grouped(self, members: tuple[Sides[Leaf | None], ...]) -> Origin:
         """The same origin, standing for more leaves."""

@@ -63,7 +63,7 @@ class Update:
             name = base(side.name(op))
             plain = name not in _COPYING and not name.startswith(_MAKING)
             if plain and not _averages(side, op):
-                found.setdefault(_step(side, op), []).append(op)
+                found.setdefault(step_of(side, op), []).append(op)
         return found
 
 
@@ -217,7 +217,8 @@ def _averages(side: Side, op: int) -> bool:
     )
 
 
-def _step(side: Side, op: int) -> Step:
+def step_of(side: Side, op: int) -> Step:
+    """An op as a step of an update."""
     name = base(side.name(op)).removeprefix("_foreach_").rstrip("_")
     return Step(name, tuple(_numbers(side, op)))
 

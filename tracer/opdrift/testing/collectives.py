@@ -25,6 +25,7 @@ def collective(
     ranks: Sequence[int] = (0, 1),
     group: str = "0",
     reduction: str | None = None,
+    factor: float | None = None,
     root: int | None = None,
     source: str | None = None,
 ) -> int:
@@ -38,6 +39,7 @@ def collective(
         ranks: Ranks of the group.
         group: Its name.
         reduction: `SUM`, ...; None as for DDP.
+        factor: That the reduction multiplies with.
         root: Of a broadcast.
         source: Where the program asked for it.
 
@@ -53,6 +55,6 @@ def collective(
     tensors = [["float32", given.size]]
     build.mark(
         "collective", op=name, what=what, group=group, ranks=list(ranks), given=tensors,
-        got=tensors, reduction=reduction, root=root, waited=True, source=source,
+        got=tensors, reduction=reduction, factor=factor, root=root, waited=True, source=source,
     )  # fmt: skip
     return made

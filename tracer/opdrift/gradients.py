@@ -1,0 +1,190 @@
+"""Whose gradient a value is: follow it through reductions and an optimizer's step to the parameters that it ends in."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final, Literal
+
+import numpy as np
+
+from opdrift.contents import Contents
+from opdrift.flow import is_collective
+from opdrift.provenance.ops import COPIES, operator
+from opdrift.records import Leaf
+from opdrift.tracefile.columns import Ints
+from opdrift.tracefile.reader import Trace
+
+#: Ops that are looked at on the way from one value: Adam of one tensor takes 10, a bucket of DDP holds many gradients.
+_WALK: Final = 4096
+#: They lay gradients into the buffer of a collective, or take them out of it.
+_PACKING: Final = frozenset({"chunk_cat", "split_with_sizes_copy", "_foreach_copy"})
+_BACKWARD: Final = 1
+
+Role = Literal["parameter", "gradient", "state"]
+
+
+@dataclass(frozen=True, slots=True)
+class Updated:
+    """What a value is to an optimizer.
+
+    Attributes:
+        names: Parameters that are updated with it, in the order of the updates.
+        role: The parameter itself, its gradient, or something that the optimizer keeps or works out.
+    """
+
+    names: tuple[str, ...]
+    role: Role
+
+
+class Gradients:
+    """Follows values of one trace to the parameters that they update.
+
+    Args:
+        contents: Columns over its values.
+    """
+
+    def __init__(self, contents: Contents) -> None:
+        self._contents = contents
+        self._trace: Trace = contents.trace
+
+    def of(self, values: Iterable[int]) -> Updated | None:
+        """What values are to an optimizer; None if none of them is known to update a parameter."""
+        start = [v for v in values if v > 0]
+        held = [name for v in start for name in self._held(v)]
+        if held:
+            return Updated(tuple(dict.fromkeys(held)), "parameter")
+        found = tuple(dict.fromkeys(name for v in start for name in self._ends(v)))
+        if not found:
+            return None
+        is_gradient = any(self._is_gradient(v) for v in start)
+        return Updated(found, "gradient" if is_gradient else "state")
+
+    def _ends(self, start: int) -> Iterator[str]:
+        """Names of the parameters that a value goes into, by ops outside of modules and forward passes."""
+        of = self._contents.states.of
+        waiting = deque([start, *self._delivered(start)])
+        seen = {int(of[value]) for value in waiting}
+        looked_at = 0
+        while waiting and looked_at < _WALK:
+            value = waiting.popleft()
+            for op, position in self._readers(value):
+                looked_at += 1
+                for made in self._goes_on(op, position):
+                    state = int(of[made])
+                    if state in seen:
+                        continue
+                    names = self._held(made)
+                    if names:
+                        yield from names
+                        continue
+                    seen.add(state)
+                    waiting += [made, *self._delivered(made)]
+
+    def _delivered(self, value: int) -> list[int]:
+        """Memory of a communication library that the collective filled which made a value: its result is copied from there."""
+        states = self._contents.states
+        filled = states.delivered.get(int(states.writer[states.of[value]]), ())
+        return [self._contents.value_of_state(state) for state in filled]
+
+    def _readers(self, value: int) -> Iterator[tuple[int, int]]:
+        """Ops that read a part of what a value holds, and at which of their inputs, until it is written over."""
+        states, places = self._reads
+        inputs, counted = self._trace.ops.inputs, self._contents.counted
+        state = int(self._contents.states.of[value])
+        while state >= 0:
+            first, last = np.searchsorted(states, np.array([state, state + 1]))
+            for place in places[first:last].tolist():
+                if counted[place] and self._overlap(int(inputs.values[place]), value):
+                    op = int(np.searchsorted(inputs.offsets, place, side="right")) - 1
+                    yield op, place - int(inputs.offsets[op])
+            state = self._unwritten_after(state, value)
+
+    def _unwritten_after(self, state: int, value: int) -> int:
+        """The next state of a storage, if what brought it left a value's elements as they were; else -1.
+
+        The gradients of a bucket are written one by one, and read together.
+        """
+        after = int(self._after[state])
+        writer = int(self._contents.states.writer[after]) if after >= 0 else -1
+        if writer < 0:
+            return -1
+        of = self._contents.states.of
+        written = (v for v in self._trace.ops.outputs[writer].tolist() if int(of[v]) == after)
+        return -1 if any(self._overlap(v, value) for v in written) else after
+
+    @cached_property
+    def _after(self) -> Ints:
+        """The state of the same storage after each, -1 for the last one."""
+        before = self._contents.states.before
+        found = np.full(len(before), -1, np.int64)
+        later = np.flatnonzero(before >= 0)
+        found[before[later]] = later
+        return found
+
+    @cached_property
+    def _reads(self) -> tuple[Ints, Ints]:
+        """The state of each input of each op, sorted, and its place among all inputs."""
+        of = self._contents.states.of[self._trace.ops.inputs.values]
+        order = np.argsort(of, kind="stable")
+        return of[order], order
+
+    def _goes_on(self, op: int, position: int) -> Sequence[int]:
+        """What an op hands on of one of its inputs, if it is a part of a reduction or of an optimizer's step."""
+        ops = self._trace.ops
+        info = self._trace.op_info(int(ops.signature[op]))
+        outputs: list[int] = ops.outputs[op].tolist()
+        if not outputs or (
+            int(ops.call[op]) and not ops.phase[op] and not is_collective(info.name)
+        ):
+            return ()
+        plain = operator(info.name)
+        if info.view or is_collective(info.name) or plain in _PACKING or plain in COPIES:
+            return outputs
+        if not (info.pointwise or plain.startswith(("_foreach_", "_fused_")) or info.mutates):
+            return ()
+        if plain.startswith(
+            ("_foreach_", "_fused_")
+        ):  # lists of one length each: those of the same tensor
+            length = math.gcd(len(outputs), len(ops.inputs[op]))
+            return [int(v) for n, v in enumerate(outputs) if n % length == position % length]
+        size = self._contents.layouts.size
+        given = int(size.at(int(ops.inputs[op][position])))
+        return [v for v in outputs if int(size.at(v)) >= given]
+
+    def _is_gradient(self, value: int) -> bool:
+        """Whether what a value holds was written by a backward pass, or is a copy of such in its storage."""
+        states, phase = self._contents.states, self._trace.ops.phase
+        state = int(states.of[value])
+        while state >= 0:
+            writer = int(states.writer[state])
+            if writer >= 0 and (phase[writer] == _BACKWARD or is_collective(self._name(writer))):
+                return True
+            state = int(states.before[state])
+        return False
+
+    def _name(self, op: int) -> str:
+        return self._trace.op_info(int(self._trace.ops.signature[op])).name
+
+    def _held(self, value: int) -> list[str]:
+        """Names of the parameters that a value is, or a part of which it is, whatever they held when they were named."""
+        rows = self._by_storage.get(int(self._trace.values.storage[value]), ())
+        return [row.name for row in rows if self._overlap(row.value, value)]
+
+    @cached_property
+    def _by_storage(self) -> dict[int, list[Leaf]]:
+        storage = self._trace.values.storage
+        found: dict[int, list[Leaf]] = {}
+        for leaf in self._trace.leaves:
+            if leaf.kind in ("parameter", "shard") and leaf.name:
+                found.setdefault(int(storage[leaf.value]), []).append(leaf)
+        return found
+
+    def _overlap(self, one: int, other: int) -> bool:
+        """Whether two values of one storage have elements in common, as far as the first and last of each tell."""
+        offset, span = self._trace.values.offset, self._contents.layouts.span
+        first, second = int(offset[one]), int(offset[other])
+        return first < second + int(span.at(other)) and second < first + int(span.at(one))
