@@ -128,6 +128,7 @@ def accumulated(
     parts: int = 2,
     scale: Callable[[Tensor], Tensor] = lambda loss: loss / 2,
     lr: float = 0.1,
+    after: Callable[[nn.Module], object] = id,
     stepwise: bool = False,
     swapped: bool = False,
 ) -> Pair:
@@ -152,6 +153,7 @@ def accumulated(
                     optimizer.zero_grad()
             if not stepwise:
                 optimizer.step()
+            after(model)
 
     bodies = [lambda: whole(models[0]), lambda: pieces(models[1])]
     return Pair(*(bodies[::-1] if swapped else bodies), models[:: -1 if swapped else 1])  # type: ignore[arg-type]
@@ -214,9 +216,23 @@ def test_parts_with_another_loss_have_no_factor(tmp_path: Path):
 
 def test_gradients_that_agree_do_not_hide_another_step(tmp_path: Path):
     """The first step's gradients agree, the parameters that come of them do not."""
-    first = first_of(accumulated(lr=0.2), tmp_path)
+
+    def decay(model: nn.Module) -> None:
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(0.9)
+
+    first = first_of(accumulated(after=decay), tmp_path)
 
     assert "what the runs end with does not" in first.cause.summary
+
+
+def test_another_learning_rate_is_told_beside_parts_that_agree(tmp_path: Path):
+    """Its numbers say more than that the runs end with other parameters."""
+    first = first_of(accumulated(lr=0.2), tmp_path)
+
+    assert first.cause.slug == "op-args"
+    assert "alpha: -0.1 against -0.2" in first.cause.summary
 
 
 def test_smaller_batches_are_not_parts_of_one(tmp_path: Path):

@@ -10,10 +10,11 @@ from opdrift.align import Maps
 from opdrift.align.maps import check_maps
 from opdrift.diagnose.answer import diagnose, untold
 from opdrift.diagnose.by_rank import of_one_rank, of_ranks
+from opdrift.diagnose.portions import NO_FELLOWS
 from opdrift.diagnose.random_parts import with_random_parts
 from opdrift.errors import IncomparableTracesError, InvalidOptionError
 from opdrift.foreign import diff_logs, read_log
-from opdrift.records import Diagnosis
+from opdrift.records import Diagnosis, Sides
 from opdrift.sizes import Tolerance
 from opdrift.tracefile.opening import load, rank_folders
 from opdrift.tracefile.reader import Trace
@@ -72,6 +73,11 @@ def diff(
             " Compare traces of runs with the same ranks, or name one with rank=."
         )
 
+    def fellows(number: int) -> Sides[Sequence[Trace]]:
+        if len(a) == len(b):
+            return NO_FELLOWS
+        return Sides(*([t for rank, t in each.items() if rank != number] for each in (a, b)))
+
     def compare(number: int, *, unfinished: bool = True, where: str = "") -> Diagnosis:
         return diagnose(
             a[number],
@@ -80,6 +86,7 @@ def diff(
             tolerance=allowed,
             maps=renames,
             unfinished=unfinished,
+            fellows=fellows(number),
             progress=_told_with(where, progress),
         )
 

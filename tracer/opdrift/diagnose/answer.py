@@ -28,7 +28,14 @@ from opdrift.diagnose.growth import growth_of
 from opdrift.diagnose.judged import Judged
 from opdrift.diagnose.noeffect import without_effect
 from opdrift.diagnose.one_sample import out_of_sight, rounding_at_results, with_effect
-from opdrift.diagnose.portions import Portions, portions_of
+from opdrift.diagnose.portions import (
+    NO_FELLOWS,
+    Portions,
+    Settled,
+    is_weight,
+    portions_of,
+    steps_with_other_numbers,
+)
 from opdrift.diagnose.reach import reach_of
 from opdrift.diagnose.reordered import settled
 from opdrift.diagnose.surroundings import (
@@ -81,11 +88,13 @@ def diagnose(
     tolerance: Tolerance | None = None,
     maps: Maps = (),
     unfinished: bool = False,
+    fellows: Sides[Sequence[Trace]] = NO_FELLOWS,
     progress: Callable[[str], object] = untold,
 ) -> Diagnosis:
     """Compare two traces of one process each; `progress` is told what is being done.
 
-    With `unfinished` they are compared as far as both go, though one is incomplete.
+    With `unfinished` they are compared as far as both go, though one is incomplete. `fellows` are the other ranks of each
+    run, where the runs have other numbers of them and may share out what the other gives to one.
 
     Raises:
         IncomparableTracesError: See `opdrift.diff`.
@@ -111,7 +120,7 @@ def diagnose(
     unknown = not whole and not unfinished
     if not found.origins and (unknown or (samples is not None and not found.sinks)):
         raise _nothing_found(left, right, case)
-    portions = portions_of(case, found)
+    portions = portions_of(case, found, fellows)
     if portions is None and any(
         o.kind == "leaf" and o.leaf.left and o.leaf.left.kind == "input" for o in found.origins
     ):
@@ -121,8 +130,10 @@ def diagnose(
     progress("looking for causes")
     sizes = receive(case, found.receivers)
     judged = _judge(case, found, sizes, environment, tolerance)
-    if portions is not None:
-        judged = _in_portions(portions, judged)
+    if isinstance(portions, Settled):
+        judged = [j for j in judged if is_weight(j.origin)]
+    elif portions is not None:
+        judged = _in_portions(case, portions, judged, environment, tolerance)
     finals = _finals(case, found, judged)
     divergences = tuple(
         divergence(case, j.origin, j.size, j.causes[0], final)
@@ -155,6 +166,7 @@ def diagnose(
         notes=(
             *_step_of(case, material or (divergences[0] if divergences else None)),
             *((reach.sentence,) if reach is not None else ()),
+            *((portions.sentence,) if isinstance(portions, Settled) else ()),
             *in_words(differing),
             *copies_of_one_run(unpaired),
             *(() if case.by_sample else calls_without_counterpart(case, found.sinks)),
@@ -297,16 +309,27 @@ def _is_told_before(judged: Judged, before: Sequence[Judged]) -> bool:
     )
 
 
-def _in_portions(portions: Portions, judged: Sequence[Judged]) -> list[Judged]:
-    """Weights that differ from the start, and what the parts of the batch come to: no more can be compared."""
-    weights = [
-        j
-        for j in judged
-        if j.origin.kind == "leaf"
-        and j.origin.leaf.left is not None
-        and j.origin.leaf.left.kind in ("parameter", "buffer")
-    ]
-    return [*weights, Judged(portions.origin, portions.size, (portions.cause,))]
+def _in_portions(
+    case: Case,
+    portions: Portions,
+    judged: Sequence[Judged],
+    environment: tuple[EnvironmentDifference, ...],
+    tolerance: Tolerance | None,
+) -> list[Judged]:
+    """What of two runs can be compared of which one gives each batch in parts.
+
+    Weights that differ from the start; what the parts of the batch come to; and the numbers of the optimizers, which come
+    first if they may be all that differs.
+    """
+    weights = [j for j in judged if is_weight(j.origin)]
+    answer = Judged(portions.origin, portions.size, (portions.cause,))
+    if not portions.size.material:
+        return [*weights, answer]
+    shared = Shared(case, environment)
+    sized = ((o, size_of(case, o, tolerance)) for o in steps_with_other_numbers(case))
+    steps = [Judged(o, size, causes_of(Evidence(o, size, shared))) for o, size in islice(sized, 1)]
+    gradients = portions.step.what == "gradient" and not portions.step.agrees
+    return [*weights, answer, *steps] if gradients else [*weights, *steps, answer]
 
 
 def _origin_sizes(judged: Sequence[Judged]) -> dict[int, float]:

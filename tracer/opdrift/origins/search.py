@@ -247,18 +247,25 @@ def _at_receivers(case: Case, rows: Ints, taken: set[int]) -> list[Origin]:
     for row in differing[:MANY].tolist():
         if row in taken:
             continue
-        settings = tuple(s for s in _direct(case, row).settings if _is_setting(s))
-        if settings and _same_shapes(case, row):
+        origin = called_otherwise(case, row)
+        if origin is not None:
             taken.add(row)
-            found.append(
-                replace(_direct(case, row), story="settings", settings=settings, inputs_match=False)
-            )
+            found.append(origin)
     found += [
         replace(_direct(case, row), story="nonfinite", inputs_match=False)
         for row in _newly_nonfinite(case, rows)[:MANY].tolist()
         if row not in taken
     ]
     return found
+
+
+def called_otherwise(case: Case, row: int) -> Origin | None:
+    """A pair whose inputs differ, as an origin if it is called with other arguments too, on tensors of the same shapes."""
+    direct = _direct(case, row)
+    settings = tuple(s for s in direct.settings if _is_setting(s))
+    if not settings or not _same_shapes(case, row):
+        return None
+    return replace(direct, story="settings", settings=settings, inputs_match=False)
 
 
 def _is_setting(difference: ArgumentDifference) -> bool:

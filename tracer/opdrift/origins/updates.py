@@ -247,32 +247,45 @@ def updated_otherwise(case: Case) -> Iterator[Origin]:
     differs = inputs.status[order] == DIFFERENT
     after = pairing.left[inputs.pair[order]] > backward[0]
     for slot in order[differs & after].tolist():
-        values = int(inputs.left[slot]), int(inputs.right[slot])
-        leaf = gathered_parameter(case, *values)
-        if leaf is None or leaf.left is None or leaf.left.name in looked_at:
+        origin = gathered_origin(case, slot)
+        if origin is None or origin.names[0] in looked_at:
             continue
-        row = int(inputs.pair[slot])
-        op: Sides[int | None] = Sides(int(pairing.left[row]), int(pairing.right[row]))
-        origin = Origin(
-            kind="structure",
-            story="gathered",
-            op=op,
-            row=row,
-            values=Sides(*values),
-            slot=int(inputs.position[slot]),
-            order=float(pairing.left[row]),
-            leaf=leaf,
-            region=region_of(case, *values).ops,
-        )
         updates = updates_of(case, origin)
         if not updates.left.ops or not updates.right.ops:
             continue
-        looked_at.add(leaf.left.name)
+        looked_at.add(origin.names[0])
         found = unlike(case, origin)
         if found.renumbered or bool(found.only.left) != bool(found.only.right):
             yield origin
         if len(looked_at) == _LOOKED_AT:
             return
+
+
+def gathered_origin(case: Case, slot: int) -> Origin | None:
+    """A parameter that an op reads, as where the runs part; None where neither run gathered it.
+
+    Args:
+        case: Both runs.
+        slot: The place among the inputs that are compared.
+    """
+    inputs, pairing = case.compared.inputs, case.pairing
+    values = int(inputs.left[slot]), int(inputs.right[slot])
+    leaf = gathered_parameter(case, *values)
+    if leaf is None:
+        return None
+    row = int(inputs.pair[slot])
+    op: Sides[int | None] = Sides(int(pairing.left[row]), int(pairing.right[row]))
+    return Origin(
+        kind="structure",
+        story="gathered",
+        op=op,
+        row=row,
+        values=Sides(*values),
+        slot=int(inputs.position[slot]),
+        order=float(pairing.left[row]),
+        leaf=leaf,
+        region=region_of(case, *values).ops,
+    )
 
 
 # ---- sizes -----------------------------------------------------------------------------------------------
@@ -303,16 +316,34 @@ def change_of(case: Case, origin: Origin) -> float | None:
     A run that keeps the parameter whole tells it by what lay in the same memory before; one that gathers it, by what it
     gathered before.
     """
-    after = contents_of(case, origin)
-    for side, value, now, region in (
-        (case.left, origin.values.left, after.left, origin.region.left),
-        (case.right, origin.values.right, after.right, origin.region.right),
-    ):
-        if value is None or now is None:
-            continue
-        for before in (_kept_before(side, value, region), _named_before(side, value, origin)):
-            if before is not None and before.n == now.n and before.key != now.key:
-                return difference(now, before).relative
+    after, before = contents_of(case, origin), before_of(case, origin)
+    for now, then in ((after.left, before.left), (after.right, before.right)):
+        if now is not None and then is not None:
+            return difference(now, then).relative
+    return None
+
+
+def before_of(case: Case, origin: Origin) -> Sides[Fingerprint | None]:
+    """What the parameter of an origin held in each run before it was updated; None where a run does not tell."""
+    after, values, region = contents_of(case, origin), origin.values, origin.region
+    return Sides(
+        _before(case.left, values.left, after.left, region.left, origin),
+        _before(case.right, values.right, after.right, region.right, origin),
+    )
+
+
+def _before(
+    side: Side,
+    value: int | None,
+    now: Fingerprint | None,
+    region: tuple[int, ...],
+    origin: Origin,
+) -> Fingerprint | None:
+    if value is None or now is None:
+        return None
+    for found in (_kept_before(side, value, region), _named_before(side, value, origin)):
+        if found is not None and found.n == now.n and found.key != now.key:
+            return found
     return None
 
 

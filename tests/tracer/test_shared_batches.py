@@ -1,0 +1,181 @@
+"""One process with a whole batch against ranks that share it: what the first step and the results come to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+from ranks import START, together
+
+import opdrift
+from opdrift.errors import IncomparableTracesError
+from opdrift.records import Diagnosis
+
+#: Every case is recorded by one process with whole batches, and by two ranks with a half each.
+PROGRAM = dedent(START) + dedent(
+    """
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn import functional as F
+    world = int(sys.argv[3])
+    data = torch.randn(3, 8, 6, generator=torch.Generator().manual_seed(1))
+    aims = torch.randn(3, 8, 40, generator=torch.Generator().manual_seed(2))
+
+    def share(batch, same=False):
+        return batch.chunk(world)[0 if same else rank]
+
+    def net(seed=0):
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(6, 48), nn.GELU(), nn.LayerNorm(48), nn.Linear(48, 40))
+
+    def train(name, kind="ddp", optimizer=torch.optim.SGD, lr=0.1, same=False, mean=True, scaled=False,
+              batches=2, last=True, seed=0):
+        model = net(seed if world > 1 else 0)
+        root = model
+        if world > 1 and kind == "ddp":
+            root = DistributedDataParallel(model)
+        if world > 1 and kind == "fsdp":
+            for layer in (model[0], model[3]):
+                fully_shard(layer)
+            fully_shard(model)
+        update = optimizer(root.parameters(), lr=lr if world > 1 else 0.1)
+        with opdrift.record(name, model=root):
+            for x, y in zip(data[:batches], aims):
+                F.mse_loss(root(share(x, same)), share(y, same)).backward()
+                if world > 1 and kind == "manual":
+                    for p in model.parameters():
+                        dist.all_reduce(p.grad)
+                        p.grad /= world if mean else 1
+                if world > 1 and scaled:
+                    model[3].weight.grad.mul_(1.1)
+                update.step()
+                update.zero_grad()
+            if last:
+                with torch.no_grad():
+                    root(data[2])
+
+    def infer(name, rows=8, seed=0):
+        model = net(seed if world > 1 else 0).double()
+        with opdrift.record(name, model=model), torch.no_grad():
+            for x in data.double():
+                model(share(x[:rows]))
+
+    train("ddp")
+    train("fsdp", kind="fsdp")
+    train("adam", kind="fsdp", optimizer=torch.optim.AdamW)
+    train("sum", kind="manual", mean=False)
+    train("rate", lr=0.12)
+    train("fsdp-rate", kind="fsdp", lr=0.12)
+    train("same", same=True)
+    train("scaled", scaled=True)
+    train("fsdp-scaled", kind="fsdp", scaled=True)
+    train("other-weights", seed=5)
+    train("no-more", kind="fsdp", batches=1, last=False)
+    infer("infer")
+    infer("infer-other", seed=5)
+    dist.destroy_process_group()
+    """
+)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The folders of what one process recorded, and two ranks."""
+    folders = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
+    for number, folder in enumerate(folders, 1):
+        for done in together(PROGRAM, folder, ranks=number):
+            assert not done.returncode, done.stderr
+    return folders
+
+
+def compared(runs: tuple[Path, Path], name: str, *, swapped: bool = False) -> Diagnosis:
+    """One process against two ranks, or the other way round."""
+    left, right = (folder / name for folder in runs[:: -1 if swapped else 1])
+    return opdrift.diff(left, right)
+
+
+def summary(runs: tuple[Path, Path], name: str, slug: str) -> str:
+    """What is said of two runs that diverge."""
+    found = compared(runs, name)
+    assert found.verdict == "diverged"
+    assert found.first is not None
+    assert found.first.cause.slug == slug
+    return found.first.cause.summary
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [("ddp", "the gradients"), ("fsdp", "the updates of"), ("adam", "the updates of")],
+)
+def test_shares_of_a_batch_differ_by_rounding(runs, name: str, what: str, swapped: bool):
+    """Whole gradients are compared where they are read; where ranks hold parts, what a step made of the parameters."""
+    found = compared(runs, name, swapped=swapped)
+
+    assert found.verdict == "rounding"
+    assert found.first is not None
+    assert found.first.cause.slug == "rounding"
+    one, two = ("right", "left") if swapped else ("left", "right")
+    assert (
+        f"whole in the {one} run and in 2 parts (a part on each of 2 ranks) in the {two} one; {what}"
+        in found.first.cause.summary
+    )
+    assert len(found.origins) == 1
+
+
+def test_gradients_that_are_summed_are_told_by_their_factor(runs):
+    """all_reduce sums; DistributedDataParallel and a whole batch take the mean."""
+    said = summary(runs, "sum", "structure")
+
+    assert "are 2 times as large, as if they were summed over the ranks" in said
+
+
+@pytest.mark.parametrize("name", ["rate", "fsdp-rate"])
+def test_another_learning_rate_is_told_with_both_numbers(runs, name: str):
+    assert "-0.1 against -0.12" in summary(runs, name, "op-args")
+
+
+def test_ranks_that_are_all_given_the_same_share_have_other_gradients(runs):
+    """The first half twice is not the batch."""
+    assert "by no single factor" in summary(runs, "same", "structure")
+
+
+def test_a_parameter_that_alone_is_treated_otherwise_is_named(runs):
+    """The others agree, so the parts hold the same samples."""
+    said = summary(runs, "scaled", "structure")
+
+    assert "agree for 5 of 6 parameters, and not for 3.weight" in said
+
+
+def test_what_a_step_does_to_a_part_alone_is_named(runs):
+    assert "update of 3.weight has aten.mul_.Tensor (other: 1.1) more" in summary(
+        runs, "fsdp-scaled", "structure"
+    )
+
+
+def test_weights_that_differ_from_the_start_come_first(runs):
+    assert "tensors of the model differ before the first op" in summary(
+        runs, "other-weights", "weights"
+    )
+
+
+def test_results_that_are_equal_end_to_end_are_identical(runs):
+    """Rows of float64 products do not depend on how many there are here; nothing else can be compared."""
+    found = compared(runs, "infer")
+
+    assert found.verdict == "identical"
+    assert any("put end to end, is equal bit for bit" in note for note in found.notes)
+
+
+def test_weights_are_compared_where_nothing_else_is(runs):
+    found = compared(runs, "infer-other")
+
+    assert found.first is not None
+    assert found.first.cause.slug == "weights"
+    assert {o.cause.slug for o in found.origins} == {"weights"}
+
+
+def test_a_recording_that_ends_with_the_step_cannot_be_compared(runs):
+    """What a rank holds of a parameter is a part, until it is gathered again."""
+    with pytest.raises(IncomparableTracesError, match="beginning of the next forward"):
+        compared(runs, "no-more")

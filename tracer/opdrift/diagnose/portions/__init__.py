@@ -1,0 +1,148 @@
+"""One batch in one run, its parts in several calls or on several ranks of the other: the first step is compared.
+
+The forward passes then have other sizes and cannot be held against each other op by op. The sum of what the
+parts give is what the optimizer reads, in both runs the same parameter's gradient; what it makes of the parameter is
+the same as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from opdrift.case import Case
+from opdrift.causes.optimizers import updates_parameters
+from opdrift.diagnose.portions.results import Results, put_together
+from opdrift.diagnose.portions.split import Split, split_of
+from opdrift.diagnose.portions.step import FirstStep, first_step
+from opdrift.diagnose.portions.words import cause_of, given_in
+from opdrift.errors import IncomparableTracesError
+from opdrift.origins.model import Origin
+from opdrift.origins.search import Found, called_otherwise
+from opdrift.origins.updates import updated_otherwise
+from opdrift.records import Cause, Sides
+from opdrift.sizes import Size, measure
+from opdrift.tracefile.reader import Trace
+
+NO_FELLOWS: Sides[Sequence[Trace]] = Sides((), ())
+
+
+@dataclass(frozen=True, slots=True)
+class Portions:
+    """The answer: where what is compared is read first, how far apart it is, what that comes to, and why."""
+
+    origin: Origin
+    size: Size
+    step: FirstStep
+    cause: Cause
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """The answer where no step of a training can be compared: weights that differ, and else nothing differs."""
+
+    sentence: str
+
+
+def portions_of(
+    case: Case, found: Found, fellows: Sides[Sequence[Trace]] = NO_FELLOWS
+) -> Portions | Settled | None:
+    """The answer for two runs of which one gives each batch in parts; None where that is not seen.
+
+    Args:
+        case: Both runs, or one rank of each.
+        found: The origins between them.
+        fellows: The traces of the other ranks, where the runs have other numbers of ranks.
+
+    Raises:
+        IncomparableTracesError: Ranks share each batch, and nothing that both runs have is of all of it.
+    """
+    split = split_of(case, fellows) if found.origins and not case.by_sample else None
+    if split is None:
+        return None
+    step = first_step(case, split)
+    if step is None:
+        if any(map(is_weight, found.origins)):
+            return Settled(f"{given_in(split)}: weights were compared, and nothing else")
+        return _by_results(case, split, fellows)
+    row, left, right = step.worst
+    op: Sides[int | None] = Sides(int(case.pairing.left[row]), int(case.pairing.right[row]))
+    ends = _ends(case, found)
+    later = max((relative for _, relative in ends), default=0.0)
+    material = not step.agrees or later > step.limit
+    origin = Origin(
+        kind="structure",
+        story="region",
+        op=op,
+        row=row,
+        values=Sides(left, right),
+        slot=None,
+        order=float(case.pairing.left[row]),
+    )
+    size = Size(step.gap, None, step.limit, material)
+    return Portions(origin, size, step, cause_of(case, split, step, ends, op, material=material))
+
+
+def is_weight(origin: Origin) -> bool:
+    """Whether a parameter or buffer differs before the run changed it."""
+    leaf = origin.leaf.left
+    return origin.kind == "leaf" and leaf is not None and leaf.kind in ("parameter", "buffer")
+
+
+def steps_with_other_numbers(case: Case) -> Iterator[Origin]:
+    """Ops of an optimizer's step, or updates of a sharded parameter, that are called with other numbers."""
+    for row in np.flatnonzero(case.compared.settings_differ).tolist():
+        if updates_parameters(case.left, int(case.pairing.left[row])):
+            origin = called_otherwise(case, row)
+            if origin is not None:
+                yield origin
+    yield from updated_otherwise(case)
+
+
+def _ends(case: Case, found: Found) -> list[tuple[str, float]]:
+    """The parameters and gradients that both runs ended with: kind, and how far apart all of that kind are."""
+    sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for sink in found.sinks:
+        if sink.kind not in ("parameter", "gradient") or sink.left is None or sink.right is None:
+            continue
+        gap = measure(case, sink.left, sink.right)
+        a = case.left.nearest_fingerprint(sink.left)
+        if gap is not None and gap.absolute_l2 is not None and a is not None:
+            sums[sink.kind][0] += gap.absolute_l2**2
+            sums[sink.kind][1] += a.ssq
+    return [
+        (kind, math.sqrt(distance / total)) for kind, (distance, total) in sums.items() if total
+    ]
+
+
+def _by_results(case: Case, split: Split, fellows: Sides[Sequence[Trace]]) -> Settled | None:
+    """What the results say where no training step does."""
+    trained = any((side.trace.ops.phase == 1).any() for side in (case.left, case.right))
+    results = None if trained else put_together(case, split, fellows)
+    if results is not None and results.equal:
+        return Settled(
+            f"{given_in(split)}; what it returns, put end to end, is equal bit for bit, and nothing else was compared"
+        )
+    if split.ranks.left != split.ranks.right:
+        raise _nothing_of_all(case, split, results)
+    return None
+
+
+def _nothing_of_all(case: Case, split: Split, results: Results | None) -> IncomparableTracesError:
+    left, right = case.left.trace.path, case.right.trace.path
+    seen = (
+        f" Put end to end, what the model returns has the norm {results.norms.left:.9g} in the left run and"
+        f" {results.norms.right:.9g} in the right one, and other bits."
+        if results is not None
+        else ""
+    )
+    return IncomparableTracesError(
+        f"{left} and {right}: {given_in(split)}. No op of a forward pass can be compared then, and the recordings hold no"
+        f" gradient or updated parameter that both runs read whole.{seen} Record a training step and the beginning of the next"
+        " forward, or give the single process the part of one rank; with batch=opdrift.Batch(...) single samples can be"
+        " compared (--samples)."
+    )
