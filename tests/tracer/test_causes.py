@@ -1303,6 +1303,7 @@ OTHER_RULES = {
     "unseen-kernel",
     "unseen-write",
     "copied-otherwise",
+    "moved-otherwise",
     "race-gathered",
     "race-in-flight",
     "dtype-gathered",

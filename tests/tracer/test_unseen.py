@@ -185,3 +185,39 @@ def test_an_op_that_reads_no_weight_is_not_suspected():
         return build.build()
 
     assert cause_of(run(""), run("*")).slug != "race"
+
+
+def gathered_in(op: str, *, changed: bool = False) -> opdrift.Trace:
+    """A weight that an op lays into a buffer, and a product with it; `changed` by one unit in the last place."""
+    build = Builder()
+    weight = build.leaf("fc.weight", shape=(64,))
+    content = build.content(weight).copy()
+    if changed:
+        content[3] = np.nextafter(content[3], np.float32(9))
+    with build.scope("fc"):
+        build.output(build.op("mm", build.op(op, weight, content=content)))
+    return build.build()
+
+
+@pytest.mark.parametrize(
+    "op", ["fsdp.chunk_cat.default", "fsdp.all_gather_copy_in.default", "cat", "index_select", "narrow_copy"]
+)  # fmt: skip
+def test_what_only_moves_elements_rounds_nothing(op: str):
+    """One bit that is another one was written by something: `rounding` is never the answer of a move."""
+    diagnosis = opdrift.diff(gathered_in(op), gathered_in(op, changed=True))
+
+    first = diagnosis.first
+    assert first is not None
+    assert (diagnosis.verdict, first.material, first.explained) == ("diverged", True, 0.0)
+    assert (first.cause.slug, first.cause.confidence) == ("race", "likely")
+    assert "only moves elements" in first.cause.summary
+    assert "fc.weight was written behind the dispatcher's back" in first.cause.summary
+    assert "rounding" not in {each.slug for each in diagnosis.causes}
+
+
+def test_a_collective_is_not_taken_for_a_move_of_what_its_own_rank_gave():
+    """What it brings is what other ranks gave."""
+    op = "c10d._allgather_base_.default"
+    diagnosis = opdrift.diff(gathered_in(op), gathered_in(op, changed=True))
+
+    assert "only moves elements" not in diagnosis.causes[0].summary

@@ -228,6 +228,10 @@ FAMILIES: Final = (
             " ger outer diag diag_embed slice_backward select_backward unfold_backward split_with_sizes_copy"
             " detach_copy view_copy expand_copy permute_copy transpose_copy t_copy slice_copy select_copy unsqueeze_copy"
             " squeeze_copy as_strided_copy alias_copy unbind_copy"
+            # what lays tensors into a buffer of a collective, or takes them out of it, and further moves of elements
+            " all_gather_copy_in chunk_cat _copy_from _copy_from_and_resize _pin_memory narrow_copy split_copy unfold_copy"
+            " _reshape_alias _reshape_copy swapdims column_stack dstack block_diag masked_select tensor_split hsplit vsplit dsplit"
+            " fill_diagonal meshgrid _pad_circular concatenate broadcast_to"
         ),
         _ZERO,
         gain=g.addition_gain,

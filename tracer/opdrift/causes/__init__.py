@@ -99,6 +99,7 @@ CAUSES: Final[dict[str, Callable[[Evidence], Cause | None]]] = {
     "nondeterministic-op": kernels.nondeterministic_op,
     "flags": environment.flags,
     "copied-otherwise": unseen.copied_otherwise,
+    "moved-otherwise": unseen.moved_otherwise,
     "unseen-write": unseen.unseen_write,
     "kernel": kernels.kernel,
     "environment": environment.environment,

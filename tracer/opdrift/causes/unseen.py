@@ -15,7 +15,9 @@ from opdrift.causes.evidence import Evidence, cause, scope
 from opdrift.causes.picked import other_calls
 from opdrift.compare import number
 from opdrift.copies import wrong_copy
+from opdrift.flow import is_collective
 from opdrift.origins.kinds import draws
+from opdrift.provenance.ops import COPIES, operator
 from opdrift.records import REREAD, Cause
 from opdrift.tfp1 import sample_positions
 from opdrift.tokens import base
@@ -79,6 +81,38 @@ def copied_otherwise(e: Evidence) -> Cause | None:
         wrong,
         summary=f"{wrong.summary}, in the {word} run",
         evidence=(*wrong.evidence, "in the other run what arrived is what was copied"),
+    )
+
+
+def moved_otherwise(e: Evidence) -> Cause | None:
+    """An op that only moves elements gave others of equal inputs: it computes nothing, so that what it read was another content."""
+    op, bound, types = e.origin.op, e.size.bound, e.dtypes()
+    if e.origin.story != "op" or e.origin.settings or e.origin.inputs_match is not True:
+        return None
+    if op.left is None or op.right is None or bound is None or not bound.exact:
+        return None
+    name = e.case.left.name(op.left)
+    if operator(name) not in COPIES or is_collective(name) or types.left != types.right:
+        return None
+    if other_code(e) is not None:
+        return None
+    found = _suspects(e, op.left, op.right)
+    gap = e.size.difference
+    return cause(
+        "race",
+        "likely",
+        f"{name} in {scope(e.case.left.module(op.left))} only moves elements, and they are others in the two runs:"
+        f" {_one_of([s.name for s in found])} was written behind the dispatcher's back before it, or while it ran",
+        [
+            "its inputs are equal in both runs, as they were last read",
+            f"relative difference {number(gap.relative)}: a move rounds nothing"
+            if gap is not None and gap.relative is not None
+            else "",
+            *(line for s in found for line in s.pointed[:1]),
+            *(f"{word}: {side.place(i)}" for word, side, i in e.sides if i is not None),
+        ],
+        "Record both runs with integrity='full': what an op reads is then read again at each use, and a hidden write is seen"
+        " where it shows first. Look for numpy, .data, other threads, streams and custom kernels that write into these tensors.",
     )
 
 
