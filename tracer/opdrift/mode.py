@@ -32,6 +32,7 @@ from opdrift.neutral import (
     run,
 )
 from opdrift.outcomes import Outcomes
+from opdrift.placements import Placements
 from opdrift.plans import Plan, encode
 from opdrift.randomness import Seeds, digest_before
 from opdrift.records import (
@@ -120,6 +121,7 @@ class RecordingMode(TorchDispatchMode):
         self._signatures = interning.signatures
         self._complex = interning.complex
         self._outcomes = Outcomes(values, collectives, write_mark)
+        self._placements = Placements(values, write_mark)
         self._seq = itertools.count(1)
         self._seeds = Seeds()
         self.steering = Steering(sources, write_mark)
@@ -553,6 +555,12 @@ class RecordingMode(TorchDispatchMode):
         """Wrapper subclasses run themselves, and their inner ops come back here as plain ones."""
         if any(kind.__qualname__ in _TRACING for kind in types):
             return run(plan, args, kwargs, self._keys)
+        t = self._me if get_ident() == self._me.ident else self._thread()
+        if not t.paused and self.recording:
+            try:
+                self._placements.note(t, plan.name, (*args, *kwargs.values()))
+            except Exception as error:
+                self._failed(f"placements of {plan.name}", error)
         return NotImplemented
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
@@ -46,6 +46,7 @@ from opdrift.world.causes import (
     of_wrong_results,
 )
 from opdrift.world.collectives import Collective, Disagreement, World
+from opdrift.world.declared import DeclaredAlike, Unequal, of_unequal
 from opdrift.world.ends import End, first_ends
 from opdrift.world.findings import (
     end_findings,
@@ -111,7 +112,7 @@ def _nothing_checked(check: _Check) -> str:
     """That no answer can be given, and why."""
     world = check.world
     ranks = tuple(world.traces)
-    notes = (*_raised(world), *check.notes(()))
+    notes = (*_raised(world), *check.notes((), ()))
     said = "".join(f" {each}." for each in notes)
     return (
         f"Nothing of {listed(ranks)} could be held against each other: they met in no collective, sent each other nothing, and"
@@ -172,7 +173,7 @@ def diagnose_world(traces: Sequence[Trace]) -> Diagnosis:
         notes=(
             *_step(first, Sides(left, right)),
             *(() if found else _raised(check.world)),
-            *check.notes(ended),
+            *check.notes(ended, {divergence.name for divergence in divergences}),
         ),
     )
 
@@ -193,13 +194,15 @@ class _Check:
         self.world = world
         self._replicas = Replicas(world)
         self._judged = list(self._replicas.found())
+        self._declared = DeclaredAlike(world, self._replicas)
 
     @property
     def checked(self) -> int:
-        """How many replicas, collectives, messages and gathers were held against each other."""
+        """How many replicas, declared values, collectives, messages and gathers were held against each other."""
         world = self.world
         gathers = sum(len(world.gathers(rank)) for rank in world.traces)
-        return len(self._judged) + len(world.meetings) + len(world.messages.met) + gathers
+        met = len(world.meetings) + len(world.messages.met)
+        return len(self._judged) + self._declared.compared + met + gathers
 
     def sides(self, found: Sequence[_Placed]) -> tuple[Trace, Trace]:
         """The traces that the first divergence quotes; the first two ranks if there is none."""
@@ -215,6 +218,8 @@ class _Check:
         loads = loads_apart(self.world, splits)
         if loads:
             yield self._of_loads(loads)
+        for unequal in self._declared.unequal({split.replica.name for split in splits}):
+            yield self._of_unequal(unequal)
         for wrong in by_place(wrong_results(self.world)):
             yield self._of_results(wrong)
         yield from self._disagreements()
@@ -224,15 +229,20 @@ class _Check:
         for finding in gather_findings(list(self.world.traces.values())):
             yield self._of_gather(finding)
 
-    def notes(self, ended: Sequence[int]) -> Iterator[str]:
-        """What could not be judged, and what differs by right."""
+    def notes(self, ended: Sequence[int], told: Collection[str | None]) -> Iterator[str]:
+        """What could not be judged, and what differs by right.
+
+        Args:
+            ended: Ranks whose traces are incomplete.
+            told: What is found to differ.
+        """
         world = self.world
         if world.missing:
             yield f"{listed(world.missing)} of {world.size} left no trace here"
         for rank in ended:
             yield f"rank {rank} is {world.traces[rank].incomplete}; what it did until then is checked"
         yield from self._replicas.other_models()
-        unjudged = self._replicas.unjudged()
+        unjudged = [name for name in self._replicas.unjudged() if name not in told]
         if unjudged:
             yield (
                 f"{some(unjudged)} differ{'s' * (len(unjudged) == 1)} between ranks, and nothing recorded says whether that is"
@@ -288,6 +298,21 @@ class _Check:
         ranks = Sides(usual[0] if usual else wrong.ranks[0], wrong.ranks[0])
         return self._of_parts(
             of_wrong_results(found), wrong.meeting.members, ranks, Sides(usual, wrong.ranks), "op"
+        )
+
+    def _of_unequal(self, found: Unequal) -> _Placed:
+        ranks = Sides(found.usual, found.odd[0])
+        usual = tuple(rank for rank in found.given if rank not in found.odd)
+        ops = Sides(*found.ops)
+        return self._placed(
+            "op" if None not in (ops.left, ops.right) else "leaf",
+            of_unequal(found),
+            ranks,
+            Sides(usual, found.odd),
+            ops,
+            name=found.name,
+            members=(),
+            gap=found.gap,
         )
 
     def _of_mode(self, found: OtherMode) -> _Placed:
@@ -429,7 +454,7 @@ class _Check:
         sides: Sides[tuple[int, ...]],
         ops: Sides[Op | None],
         *,
-        name: str,
+        name: str | None,
         members: tuple[str, ...],
         gap: Difference,
     ) -> _Placed:
@@ -439,7 +464,7 @@ class _Check:
             cause,
             sides,
             op=op.name if op is not None else None,
-            module=op.call.path if op is not None else name.rpartition(".")[0],
+            module=op.call.path if op is not None else (name or "").rpartition(".")[0],
             source=str(op.source) if op is not None and op.source is not None else None,
             outside=op is not None and op.call.id == 0,
             name=name,

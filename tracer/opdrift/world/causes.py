@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from textwrap import shorten
 from typing import Final
 
 from opdrift.causes.evidence import some
 from opdrift.compare import describe, difference
-from opdrift.contents import Contents
 from opdrift.provenance import Lineage
 from opdrift.provenance.words import made_words
 from opdrift.records import RAISED, RANK_ENDED, Cause, Op
-from opdrift.replacements import replaced_words
 from opdrift.steps import Steps
 from opdrift.tracefile.reader import Trace
+from opdrift.world.apart import at, came_apart, last_written
 from opdrift.world.collectives import Collective, Disagreement, World
 from opdrift.world.ends import End, ends
 from opdrift.world.loads import LoadedDifferently
@@ -27,9 +25,6 @@ from opdrift.world.results import WrongResult
 
 #: Of what a rank raised so much is quoted.
 _LONGEST: Final = 160
-#: Steps back from where a replica came apart.
-_BACK: Final = 32
-
 _COPY: Final = "aten.copy_.default"
 _SAME_ORDER: Final = (
     "Let every rank issue the same collectives in the same order, on tensors of one size and dtype: look for a branch"
@@ -209,7 +204,7 @@ def of_end(world: World, end: End) -> Cause:
     message = f": {shorten(message, _LONGEST, placeholder=' ...')}" if message else ""
     if last is not None:
         within = "raised in" if last.flags & RAISED else "its last op is"
-        evidence.insert(0, f"{within} {last.name} (op {last.seq}){_at(last)}")
+        evidence.insert(0, f"{within} {last.name} (op {last.seq}){at(last)}")
     return Cause(
         RANK_ENDED,
         "certain",
@@ -295,7 +290,13 @@ def of_split(world: World, replicas: Replicas, group: Sequence[Split]) -> Cause:
         f"{first.replica.name}: {describe(difference(replicas.print(first.usual, first.left), replicas.print(first.odd[0], first.right)))}",
         f"it should be equal: {first.replica.why}",
     ]
-    apart = _came_apart(world, replicas, first)
+    apart = came_apart(
+        world,
+        replicas,
+        (first.usual, first.odd[0]),
+        (first.left.value, first.right.value),
+        first.replica.name,
+    )
     replaced = apart.replaced
     if replaced:
         evidence += apart.told
@@ -303,7 +304,7 @@ def of_split(world: World, replicas: Replicas, group: Sequence[Split]) -> Cause:
         evidence += _written_last(world, replicas, first)
     elif copies is not None:
         evidence += [
-            f"on rank {rank}, {op.name} (op {op.seq}){_at(op)} copied what no recorded op made into it, as from a file"
+            f"on rank {rank}, {op.name} (op {op.seq}){at(op)} copied what no recorded op made into it, as from a file"
             for rank, op in copies.items()
         ]
     elif first.step:
@@ -340,10 +341,6 @@ def _copied_from_outside(world: World, replicas: Replicas, split: Split) -> dict
     return found
 
 
-def _at(op: Op) -> str:
-    return f" at {op.source}" if op.source is not None else ""
-
-
 def _remedy(split: Split, *, loaded: bool) -> str:
     if not split.step or (split.before_training and not loaded):
         return (
@@ -376,7 +373,7 @@ def _written_last(world: World, replicas: Replicas, split: Split) -> Iterator[st
         op = world.traces[rank].op(maker) if maker >= 0 else None
         step = Steps(world.traces[rank]).known_at(op.seq) if op is not None else None
         within = f", in step {step}" if step is not None else ""
-        yield f"on rank {rank}, it {_last_written(op)}{within}"
+        yield f"on rank {rank}, it {last_written(op)}{within}"
 
 
 def _times(number: int) -> str:
@@ -390,77 +387,3 @@ def _between(split: Split) -> str:
     ):  # no two of them agree, or there are but two: nobody can tell which is the odd one
         return f"between {listed(sorted((split.usual, *split.odd)))}"
     return f"on {listed(split.odd)} from rank {split.usual} and {alike - 1} more"
-
-
-@dataclass(frozen=True, slots=True)
-class _Apart:
-    """How two contents came apart, in words, and which ranks put another tensor in the place of the parameter."""
-
-    told: tuple[str, ...]
-    replaced: tuple[int, ...] = ()
-
-
-def _came_apart(world: World, replicas: Replicas, split: Split) -> _Apart:
-    """Back from two contents that differ to the ops that read the same and made something else."""
-    ranks = split.usual, split.odd[0]
-    values = [split.left.value, split.right.value]
-    traces = [world.traces[rank] for rank in ranks]
-    contents = [replicas.contents(rank) for rank in ranks]
-    what = split.replica.name
-    for _ in range(_BACK):
-        replaced = _replaced(world, replicas, dict(zip(ranks, values, strict=True)))
-        if (
-            len(replaced.told) == 1
-        ):  # where all replaced it, what they replaced it by came apart before
-            return replaced
-        makers = [int(c.maker[v]) for c, v in zip(contents, values, strict=True)]
-        ops = [t.op(m) if m >= 0 else None for t, m in zip(traces, makers, strict=True)]
-        one, other = ops
-        if one is None or other is None or one.name != other.name:
-            told = (
-                f"on rank {r}, {what} {_last_written(op)}" for r, op in zip(ranks, ops, strict=True)
-            )
-            return _Apart(tuple(told))
-        further = next(
-            (
-                (a, b)
-                for a, b in zip(one.inputs, other.inputs, strict=False)
-                if a and b and _differ(contents, a, b)
-            ),
-            None,
-        )
-        if further is None:
-            said = (
-                f"{one.name} (op {one.seq} on rank {ranks[0]}, op {other.seq} on rank {ranks[1]}){_at(one)} made other"
-                " contents of what is equal as far as it is known; a write that no op made may lie before it"
-            )
-            return _Apart((said,))
-        values = list(further)
-        what = f"what {one.name} (op {one.seq} on rank {ranks[0]}, {other.seq} on rank {ranks[1]}) read"
-    return _Apart(())
-
-
-def _replaced(world: World, replicas: Replicas, values: Mapping[int, int]) -> _Apart:
-    """How another tensor came in the place of a parameter, on each of these ranks that holds it."""
-    told: dict[int, str] = {}
-    for rank, value in values.items():
-        found = replicas.replacement(rank, value)
-        if found is not None:
-            made = made_words(Lineage(world.traces[rank]).of(value))
-            told[rank] = (
-                f"on rank {rank}, {'; '.join(replaced_words(world.traces[rank], found, made))}"
-            )
-    return _Apart(tuple(told.values()), tuple(told))
-
-
-def _last_written(op: Op | None) -> str:
-    if op is None:
-        return "has a content that no recorded op wrote"
-    return f"was last written by {op.name} (op {op.seq}){_at(op)}"
-
-
-def _differ(contents: Sequence[Contents], one: int, other: int) -> bool:
-    from_left, from_right = (
-        c.nearest_fingerprint(v) for c, v in zip(contents, (one, other), strict=True)
-    )
-    return from_left is not None and from_right is not None and from_left.key != from_right.key

@@ -21,6 +21,7 @@ from opdrift.world.causes import (
     of_wrong_results,
 )
 from opdrift.world.collectives import Collective, Disagreement, World
+from opdrift.world.declared import DeclaredAlike, Unequal, of_unequal
 from opdrift.world.ends import End, ends, first_ends
 from opdrift.world.handed import given
 from opdrift.world.loads import LoadedDifferently, loaded_differently
@@ -63,6 +64,9 @@ def _contents(world: World) -> Iterator[Finding]:
     ]
     for group in grouped(splits):
         yield _split(world, replicas, group)
+    told = {split.replica.name for split in splits}
+    for unequal in DeclaredAlike(world, replicas).unequal(told):
+        yield _unequal(world, unequal)
     for mode in other_modes(world, replicas):
         name = mode.names[0]
         cause = of_other_mode(mode, world)
@@ -234,6 +238,20 @@ def _split(world: World, replicas: Replicas, group: Sequence[Split]) -> Finding:
             found, step=max((s for s in (found.step, step) if s is not None), default=None)
         )
     return found
+
+
+def _unequal(world: World, found: Unequal) -> Finding:
+    op = found.ops[1]
+    given = found.given[found.odd[0]]
+    return _finding(
+        "replica",
+        of_unequal(found),
+        world.traces[found.odd[0]],
+        seq=op.seq if op is not None else given.seq,
+        name=found.name,
+        op=op.name if op is not None else given.op,
+        module=op.call.path if op is not None else given.module,
+    )
 
 
 def _at(cause: Cause, trace: Trace, part: Collective | Message) -> Finding:

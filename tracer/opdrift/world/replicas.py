@@ -191,9 +191,10 @@ class Replicas:
             rank: states for rank in replica.ranks if (states := self.history(rank, replica.name))
         }
         began = {rank: states[0] for rank, states in known.items()}
-        # what each rank computes of its own samples may follow
-        if self._is_replaced(known, began) or _split(replica, began) is None:
+        if self._is_replaced(known, began):
             return None
+        if replica.kind == "buffer" and _split(replica, began) is None:
+            return None  # what each rank computes of its own samples may follow
         at = self._first_used(replica, known)
         if self._is_replaced(known, at):
             return None
@@ -350,9 +351,16 @@ class Replicas:
             if leaf.kind != "parameter" or found is None or found.min == found.max:
                 continue
             total += found.n
-            equal += found.n * (len(set(self._keys(name, self._entries).values())) == 1)
+            equal += found.n * (len(set(self._first_keys(name).values())) == 1)
         share = equal / total if total else 0.0
         return share >= _MOSTLY, share
+
+    def _first_keys(self, name: str) -> dict[int, Key]:
+        """Rank -> what a module first read of a leaf; where none did, what it was when the run began."""
+        near = {rank: self._world.neighbours(rank) for rank in self._entries}
+        read = {r: self._holdings(r).first_read(self._named(r, name)) for r in self._entries}
+        keys = {r: near[r].key(value) for r, value in read.items() if value}
+        return self._keys(name, self._entries) | {r: k for r, k in keys.items() if k is not None}
 
     def _behind(self, name: str) -> tuple[tuple[int, ...], str] | None:
         """Over which ranks a leaf is kept alike, and how, if every rank says the same of the ranks."""

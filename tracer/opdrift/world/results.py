@@ -22,7 +22,7 @@ from opdrift.world.sampled import not_at_samples
 
 #: Relative error that a sum over ranks may have, by component (notes: integrity 11; measured up to 1.3e-7 in
 #: float32 and 5e-4 in float16).
-_TOLERANCE: Final = {Code.F64: 1e-12, Code.F32: 1e-5, Code.F16: 2.0**-9, Code.BF16: 2.0**-7}
+TOLERANCE: Final = {Code.F64: 1e-12, Code.F32: 1e-5, Code.F16: 2.0**-9, Code.BF16: 2.0**-7}
 #: What storing a sketch leaves out, relative to its norm: 28 bits of each bucket (decision 4).
 _STORED: Final = 2.0**-27
 _WORDS: Final = {"SUM": "sum", "AVG": "mean", None: "sum or mean"}
@@ -304,7 +304,7 @@ def _vector(fingerprint: Fingerprint) -> Doubles | None:
 
 
 def _tolerance(fingerprint: Fingerprint, size: int) -> float:
-    return _TOLERANCE.get(Code(fingerprint.code), 0.0) * math.sqrt(size)
+    return TOLERANCE.get(Code(fingerprint.code), 0.0) * math.sqrt(size)
 
 
 def _not_summed(
