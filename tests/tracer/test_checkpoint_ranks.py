@@ -111,6 +111,21 @@ def test_a_checkpoint_that_fits_no_rank_is_of_another_architecture():
         check_ranks({0: Builder().build(), 1: Builder().build()}, stored(WEIGHTS))
 
 
+def test_a_checkpoint_is_of_another_architecture_although_all_of_a_small_stage_fits():
+    """What does not fit is told of a rank that has such a tensor."""
+    head = {"head.bias": noise(4)}
+    stages = over(head, {f"blocks.{i}.weight": noise(6, 6) for i in range(8)})
+    file = {"head.bias": noise(4)} | {f"layers.{i}.fc.weight": noise(5, 5) for i in range(8)}
+
+    with pytest.raises(CheckpointError, match="another architecture") as error:
+        check_ranks(stages, stored(file))
+
+    assert "1 of its 9 tensors fits one of the model's 9" in str(error.value)
+    assert "the checkpoint has layers.0.fc.weight [5, 5], the trace blocks.0.weight" in str(
+        error.value
+    )
+
+
 def test_ranks_in_words():
     assert [ranks_named(each) for each in ((3,), (0, 1), (1, 2, 3), (0, 2, 5))] == [
         "rank 3",

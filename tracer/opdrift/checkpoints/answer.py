@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -108,7 +108,7 @@ def check(trace: Trace, checkpoint: StoredCheckpoint) -> Check:
     fitting = matching.fitting(found)
     if matching.suits(found, fitting, found.own):
         return found
-    raise other_architecture(found, trace, len(fitting), matching.misfit())
+    raise other_architecture(found, trace, (len(fitting), found.own), matching.misfit(fitting))
 
 
 def unnamed(trace: Trace) -> CheckpointError:
@@ -118,12 +118,16 @@ def unnamed(trace: Trace) -> CheckpointError:
     )
 
 
-def other_architecture(found: Check, trace: Trace, fits: int, misfit: str) -> CheckpointError:
-    """A checkpoint is of another model than that of the trace."""
+def other_architecture(
+    found: Check, trace: Trace, fitting: tuple[int, int], misfit: str | None
+) -> CheckpointError:
+    """A checkpoint is of another model than that of the trace, of whose tensors so many of so many have a counterpart."""
+    fits, own = fitting
+    such_as = f"; {misfit}" if misfit is not None else ""
     return CheckpointError(
         f"{found.source} is a checkpoint of another architecture than the model of {trace.path}: by name and"
         f" size {fits or 'none'} of its {found.tensors} tensors {'fit' if fits > 1 else 'fits'} one of the model's"
-        f" {found.own}; {misfit}."
+        f" {own}{such_as}."
     )
 
 
@@ -177,15 +181,21 @@ class Matching:
             own not in tensors or not tensors[own].constant for own in found.arrived.values()
         )
 
-    def misfit(self) -> str:
-        """A tensor of each side that does not fit, in words."""
+    def misfit(self, fitting: Container[str]) -> str | None:
+        """A tensor of each side that does not fit, in words; None if all of one side do.
+
+        Args:
+            fitting: Tensors of the checkpoint that do, on any rank.
+        """
         if self.other_sizes:
             name, own = next(iter(self.other_sizes.items()))
             shape = list(self._stored[name].shape)
             return f"{own.name} is {shape} in the checkpoint, {list(own.shape)} in the trace"
-        stored = next(each for name, each in self._stored.items() if name not in self._pairs)
+        stored = next((t for name, t in self._stored.items() if name not in fitting), None)
         paired = set(self._pairs.values())
-        own = next(each for name, each in self._model.tensors.items() if name not in paired)
+        own = next((t for name, t in self._model.tensors.items() if name not in paired), None)
+        if stored is None or own is None:
+            return None
         return f"the checkpoint has {stored.name} {list(stored.shape)}, the trace {own.name} {list(own.shape)}"
 
     def result(self) -> Check:

@@ -34,8 +34,11 @@ def check_ranks(traces: Mapping[int, Trace], checkpoint: StoredCheckpoint) -> Ch
     names = {name for rank in named for name in models[rank].tensors}
     fitting = frozenset(n for rank, m in matchings.items() for n in m.fitting(found[rank]))
     if not any(m.suits(found[rank], fitting, len(names)) for rank, m in matchings.items()):
-        first = matchings[named[0]]
-        raise other_architecture(found[named[0]], traces[named[0]], len(fitting), first.misfit())
+        misfit = next(
+            (said for m in matchings.values() if (said := m.misfit(fitting)) is not None), None
+        )
+        first = named[0]
+        raise other_architecture(found[first], traces[first], (len(fitting), len(names)), misfit)
     return _joined(matchings, found, len(names), tuple(sorted(set(traces) - set(named))))
 
 
