@@ -35,7 +35,7 @@ LAYERS: tuple[tuple[int, str, str], ...] = (
     (
         2,
         READING,
-        "align asked components contents deliveries layouts neighbours regions shards tokens",
+        "align asked components contents deliveries layouts neighbours regions shards tokens wording",
     ),
     (
         3,

@@ -9,11 +9,12 @@ from tests.tracer.test_checkpoints import WEIGHTS, Builder, noise, stored, trace
 from torch import nn
 
 import opdrift
-from opdrift.checkpoints import check_ranks, ranks_named, sentence
+from opdrift.checkpoints import check_ranks, sentence
 from opdrift.commands import main
 from opdrift.errors import CheckpointError
 from opdrift.render.checkpoint_text import checkpoint_report
 from opdrift.render.page import Screen
+from opdrift.wording import listed
 
 FIRST = {name: each for name, each in WEIGHTS.items() if name.startswith("layers.0")}
 SECOND = {name: each for name, each in WEIGHTS.items() if name not in FIRST}
@@ -127,11 +128,12 @@ def test_a_checkpoint_is_of_another_architecture_although_all_of_a_small_stage_f
 
 
 def test_ranks_in_words():
-    assert [ranks_named(each) for each in ((3,), (0, 1), (1, 2, 3), (0, 2, 5))] == [
+    assert [listed(each) for each in ((3,), (0, 1), (1, 2, 3, 4), (0, 1, 2), (0, 2, 5, 6))] == [
         "rank 3",
         "ranks 0 and 1",
-        "ranks 1 to 3",
-        "ranks 0, 2 and 5",
+        "ranks 1 to 4",
+        "ranks 0, 1 and 2",
+        "ranks 0, 2, 5 and 6",
     ]
 
 

@@ -348,6 +348,16 @@ def test_a_rank_that_never_loaded_is_told_with_its_parameters():
     )  # fmt: skip
 
 
+def test_of_several_ranks_that_never_loaded_none_is_said_to_have():
+    first, again = findings([shard_made_by(r, "clone" if r > 1 else "normal_") for r in range(4)])
+
+    assert (first.rank, again.rank) == (0, 1)
+    for each in (first, again):
+        assert each.cause.evidence[1].startswith(
+            "ranks 2 and 3 have parts of them that were copied"
+        )
+
+
 @pytest.mark.parametrize("op", ["clone", "normal_"])
 def test_ranks_that_all_loaded_or_all_drew_are_no_finding(op):
     assert findings([shard_made_by(0, op), shard_made_by(1, op)]) == ()

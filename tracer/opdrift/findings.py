@@ -22,7 +22,7 @@ from opdrift.tracefile.columns import Ints
 from opdrift.tracefile.fingerprints import Fingerprint
 from opdrift.tracefile.reader import Trace
 from opdrift.trials import trials, written_by_trials
-from opdrift.world.causes import listed
+from opdrift.wording import listed
 from opdrift.world.collectives import World
 from opdrift.world.findings import another_run, without_handed, world_findings
 from opdrift.world.one_run import of_another_run

@@ -17,6 +17,7 @@ import numpy as np
 from opdrift import tfp1
 from opdrift.records import Cause, Confidence, Finding, Mark, Op
 from opdrift.tracefile.reader import Trace
+from opdrift.wording import some
 
 StepAt = Callable[[int | None], int | None]
 
@@ -66,8 +67,7 @@ def _of_many(found: Sequence[Finding]) -> Finding:
     if not more:
         return first
     names = [str(each.name) for each in more]
-    rest = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    line = f"the same with {len(names)} more: {', '.join(names[:_LISTED])}{rest}"
+    line = f"the same with {len(names)} more: {some(names)}"
     return replace(first, cause=replace(first.cause, evidence=(*first.cause.evidence, line)))
 
 

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from opdrift.causes.evidence import some
 from opdrift.neighbours import Neighbours
 from opdrift.provenance import Lineage
 from opdrift.provenance.ops import COPIES, DRAWS, FILLS, operator
 from opdrift.records import Cause, Finding
 from opdrift.tracefile.columns import Ints
 from opdrift.tracefile.reader import Trace
+from opdrift.wording import some
 
 
 def overwritten(trace: Trace, step_at: Callable[[int | None], int | None]) -> Iterator[Finding]:

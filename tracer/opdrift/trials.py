@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from opdrift.causes.evidence import some
 from opdrift.records import Cause, Finding
 from opdrift.tracefile.reader import Trace
+from opdrift.wording import some
 
 _KIND = "trial"
 

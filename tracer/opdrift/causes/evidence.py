@@ -27,6 +27,8 @@ from opdrift.records import (
 )
 from opdrift.sizes import Size
 from opdrift.tokens import base
+from opdrift.wording import counted as counted
+from opdrift.wording import some as some
 
 SIDES = ("left", "right")
 
@@ -198,18 +200,6 @@ def _once(evidence: list[str]) -> tuple[str, ...]:
 def setting(s: ArgumentDifference) -> str:
     """An argument that differs, in words: `eps: 1e-05 against 1e-06`."""
     return f"{s.name}: {s.left if s.left is not None else 'absent'} against {s.right if s.right is not None else 'absent'}"
-
-
-def some(names: Sequence[str], limit: int = 4) -> str:
-    """A list of names, cut after a few: `a, b, c and 12 more`."""
-    if len(names) <= limit:
-        return ", ".join(names)
-    return f"{', '.join(names[:limit])} and {len(names) - limit} more"
-
-
-def counted(count: int, noun: str) -> str:
-    """`1 op`, `2 ops`."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def scope(path: str) -> str:

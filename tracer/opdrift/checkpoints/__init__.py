@@ -5,7 +5,7 @@ from __future__ import annotations
 from opdrift.checkpoints.answer import Check, Missing, check, dtypes_of
 from opdrift.checkpoints.ranks import check_ranks
 from opdrift.checkpoints.stored import StoredCheckpoint, StoredTensor, read
-from opdrift.checkpoints.told import compared, dropped, in_parts, ranks_named, sentence
+from opdrift.checkpoints.told import compared, dropped, in_parts, sentence
 
 __all__ = [
     "Check",
@@ -18,7 +18,6 @@ __all__ = [
     "dropped",
     "dtypes_of",
     "in_parts",
-    "ranks_named",
     "read",
     "sentence",
 ]

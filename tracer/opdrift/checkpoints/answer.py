@@ -188,9 +188,9 @@ class Matching:
             fitting: Tensors of the checkpoint that do, on any rank.
         """
         if self.other_sizes:
-            name, own = next(iter(self.other_sizes.items()))
+            name, other = next(iter(self.other_sizes.items()))
             shape = list(self._stored[name].shape)
-            return f"{own.name} is {shape} in the checkpoint, {list(own.shape)} in the trace"
+            return f"{other.name} is {shape} in the checkpoint, {list(other.shape)} in the trace"
         stored = next((t for name, t in self._stored.items() if name not in fitting), None)
         paired = set(self._pairs.values())
         own = next((t for name, t in self._model.tensors.items() if name not in paired), None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Final
 
@@ -12,6 +12,7 @@ from opdrift.checkpoints.stored import StoredCheckpoint, from_mark
 from opdrift.errors import CheckpointError
 from opdrift.records import Cause, Diagnosis, Divergence, Finding, Mark, Sides
 from opdrift.tracefile.reader import Trace
+from opdrift.wording import listed, some
 
 #: So many names are listed in a sentence.
 _LISTED: Final = 3
@@ -45,18 +46,9 @@ def _unreached(found: Check) -> Iterator[str]:
     for reached, lacking in sorted(kinds):
         names = kinds[reached, lacking]
         where_to = "reached the model on" if reached else "never reached the model"
-        on = f" {ranks_named(reached)}, not on {ranks_named(lacking)}" if reached else ""
-        yield f"{len(names)}{of} {where_to}{on}: {listed(names)}"
+        on = f" {listed(reached)}, not on {listed(lacking)}" if reached else ""
+        yield f"{len(names)}{of} {where_to}{on}: {some(names, _LISTED)}"
         of = ""
-
-
-def ranks_named(ranks: Sequence[int]) -> str:
-    """Ranks in words: "rank 1", "ranks 0 and 2", "ranks 1 to 7"."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
-        return f"ranks {ranks[0]} to {ranks[-1]}"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
 def _rounded(found: Check) -> str:
@@ -91,12 +83,6 @@ def in_parts(found: Check) -> str | None:
         return None
     name, part = parts[0]
     return f"of {len(parts)} of them a part reached it: of {name}, {part}"
-
-
-def listed(names: list[str] | tuple[str, ...]) -> str:
-    """The first of many names."""
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return f"{', '.join(names[:_LISTED])}{more}"
 
 
 def compared(diagnosis: Diagnosis, traces: Sides[Trace], checkpoint: StoredCheckpoint) -> Diagnosis:

@@ -18,6 +18,7 @@ from opdrift.commands.exit_codes import ExitCode
 from opdrift.commands.options import natural
 from opdrift.commands.progress import Elapsed
 from opdrift.errors import InvalidOptionError
+from opdrift.wording import some
 
 if TYPE_CHECKING:
     from opdrift.records import Finding, Leaf
@@ -106,9 +107,8 @@ def _leaves(trace: Trace, pattern: str | None) -> Sequence[Leaf]:
     found = [leaf for leaf in trace.leaves if leaf.name and fnmatchcase(leaf.name, pattern)]
     if not found:
         names = sorted({leaf.name for leaf in trace.leaves if leaf.name})
-        some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         raise InvalidOptionError(
-            f"{trace.path} has no leaf named {pattern!r}; it has {some or 'none with a name'}."
+            f"{trace.path} has no leaf named {pattern!r}; it has {some(names, 3) or 'none with a name'}."
         )
     return found
 

@@ -18,6 +18,7 @@ from opdrift.records import Diagnosis, Sides
 from opdrift.sizes import Tolerance
 from opdrift.tracefile.opening import load, rank_folders
 from opdrift.tracefile.reader import Trace
+from opdrift.wording import listed
 
 __all__ = ["Tolerance", "diff"]
 
@@ -69,7 +70,7 @@ def diff(
     shared = sorted(a.keys() & b.keys())
     if not shared:
         raise IncomparableTracesError(
-            f"{_path(left)} has {_listed(a)}, {_path(right)} has {_listed(b)}: no rank is in both."
+            f"{_path(left)} has {listed(sorted(a))}, {_path(right)} has {listed(sorted(b))}: no rank is in both."
             " Compare traces of runs with the same ranks, or name one with rank=."
         )
 
@@ -154,10 +155,6 @@ def _ranks(trace: Trace | PathLike, rank: int | None) -> Mapping[int, Trace]:
 
 def _path(trace: Trace | PathLike) -> str:
     return str(trace.path) if isinstance(trace, Trace) else os.fspath(trace)
-
-
-def _listed(ranks: Mapping[int, Trace]) -> str:
-    return f"rank {', '.join(map(str, sorted(ranks)))}"
 
 
 def _samples(samples: Samples | None) -> tuple[int, int] | None:

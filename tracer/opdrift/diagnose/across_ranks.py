@@ -12,7 +12,6 @@ from typing import Final
 
 import numpy as np
 
-from opdrift.causes.evidence import some
 from opdrift.compare import Difference, difference
 from opdrift.diagnose.divergences import between_ranks
 from opdrift.diagnose.surroundings import environment_of, summary_of
@@ -33,9 +32,9 @@ from opdrift.records import (
 from opdrift.steps import Steps
 from opdrift.tracefile.opening import load, rank_folders
 from opdrift.tracefile.reader import Trace
+from opdrift.wording import listed, some
 from opdrift.world.causes import (
     last_op,
-    listed,
     of_disagreement,
     of_end,
     of_loads,

@@ -9,7 +9,7 @@ from opdrift.diagnose.ended import Compare, Endings
 from opdrift.errors import IncomparableTracesError
 from opdrift.records import RANK_ENDED, Cause, Diagnosis, Divergence
 from opdrift.tracefile.reader import Trace
-from opdrift.world.causes import listed
+from opdrift.wording import listed
 from opdrift.world.parts import Gathered
 from opdrift.world.received import Exchanges, Received
 

@@ -11,8 +11,8 @@ from opdrift.bounds.precision import ROUNDOFF
 from opdrift.bounds.products import PRODUCT_OPS
 from opdrift.bounds.view import base_name
 from opdrift.case import Case
-from opdrift.causes.evidence import counted
 from opdrift.compare import dtype_epsilon, number
+from opdrift.wording import counted
 
 #: Products of a decoder layer (q, k, v, output, three of a gated FFN), where modules have no numbers to count.
 _PRODUCTS_A_LAYER = 7

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from opdrift.case import Case, Side
-from opdrift.causes.evidence import some
 from opdrift.causes.inputs import equal_samples
 from opdrift.diagnose.batches import uneven_inputs
 from opdrift.origins.leaves import not_followed
@@ -19,6 +17,7 @@ from opdrift.sinks import results_of_all
 from opdrift.tracefile.columns import Ints
 from opdrift.tracefile.reader import Trace
 from opdrift.unfollowed import unfollowed
+from opdrift.wording import some
 
 #: Groups of unpaired ops that are listed.
 _GROUPS = 200
@@ -134,10 +133,9 @@ def notes_of(case: Case, found: Found, *, samples: tuple[int, int] | None) -> tu
         names = list(
             dict.fromkeys(a.name for a, _ in found.unused if a.name and a.name not in told)
         )
-        listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         if names:
             verbs = "differ but have" if len(names) > 1 else "differs but has"
-            notes.append(f"{listed} {verbs} no part in a result that differs")
+            notes.append(f"{some(names)} {verbs} no part in a result that differs")
     if samples is not None:
         notes += _of_samples(case, samples)
     else:
@@ -188,14 +186,9 @@ def _of_samples(case: Case, samples: tuple[int, int]) -> list[str]:
     ]
     other = results_of_all(case.compared, case.left.leaves, case.right.leaves)
     if other.common:
-        found.append(f"{_some(other.common)}: made of all samples, so not compared")
+        found.append(f"{some(other.common)}: made of all samples, so not compared")
     if other.unknown:
         found.append(
-            f"{_some(other.unknown)}: the sample could not be followed to it, so not compared"
+            f"{some(other.unknown)}: the sample could not be followed to it, so not compared"
         )
     return found
-
-
-def _some(names: Sequence[str]) -> str:
-    listed = ", ".join(names[:4])
-    return listed + (f" and {len(names) - 4} more" if len(names) > 4 else "")

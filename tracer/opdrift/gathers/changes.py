@@ -11,10 +11,11 @@ import numpy as np
 
 from opdrift import tfp1
 from opdrift.gathers.mismatches import Wrong
-from opdrift.gathers.words import LISTED, finding_at, some, unit_of
+from opdrift.gathers.words import LISTED, finding_at, unit_of
 from opdrift.records import Cause, Finding, Mark, Op
 from opdrift.steps import Steps
 from opdrift.tracefile.reader import Trace
+from opdrift.wording import some
 
 _SHARDS: Final = (
     "Write into the parameters while they are sharded, or inside summon_full_params(writeback=True): what is written"

@@ -6,11 +6,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from opdrift.gathers.words import LISTED, some
+from opdrift.gathers.words import LISTED
 from opdrift.provenance import Lineage, Provenance
 from opdrift.records import Cause, Finding, Leaf
 from opdrift.steps import Steps
 from opdrift.tracefile.reader import Trace
+from opdrift.wording import listed, some
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +86,16 @@ def loaded_on_some(traces: Sequence[Trace]) -> Iterator[Finding]:
             if number in by_rank and by_rank[number].made.kind == "drawn"
         ]
         names = [name for name, _ in rows]
-        others = [str(t.header.rank) for t in traces if t is not trace]
+        copied = {n for name in names for n, p in made[name].items() if p.made.kind == "copied"}
+        others = [traces[n].header.rank or 0 for n in sorted(copied)]
         cause = Cause(
             "weights",
             "certain",
             f"rank {trace.header.rank} never loaded {some(names)}",
             (
                 f"its parts of {len(names)} parameters were last written by a random initialisation",
-                f"rank {', '.join(others)} has parts that were copied: what is gathered is loaded in part, and random in part",
+                f"{listed(others)} {'has' if len(others) == 1 else 'have'} parts of them that were copied: what is gathered is"
+                " loaded in part, and random in part",
             ),
             "Load the checkpoint on every rank before the model is sharded, or broadcast it from one rank"
             " (sync_module_states=True; broadcast_from_rank0 with set_model_state_dict).",

@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from opdrift import tfp1
-from opdrift.gathers.words import LISTED, finding_at, some, step_of, unit_of
+from opdrift.gathers.words import LISTED, finding_at, step_of, unit_of
 from opdrift.records import Cause, Finding, Mark
 from opdrift.shards import GATHERS, names_of
 from opdrift.steps import Steps
 from opdrift.tfp1 import Code
 from opdrift.tracefile.reader import Trace
+from opdrift.wording import some
 
 #: A content of fewer elements may be another's by chance.
 _TELLING: Final = 4

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from opdrift.gathers.words import finding_at, some
+from opdrift.gathers.words import finding_at
 from opdrift.records import Cause, Finding, Mark
 from opdrift.steps import Steps
 from opdrift.tracefile.reader import Trace
+from opdrift.wording import some
 
 
 @dataclass(frozen=True, slots=True)

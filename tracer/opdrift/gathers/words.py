@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
 from opdrift.records import Cause, Finding, Mark, Op
@@ -46,9 +45,3 @@ def step_of(mark: Mark, steps: Steps) -> int | None:
     named = steps.at(mark.seq)
     done = mark.fields.get("step")
     return named if named is not None else done if isinstance(done, int) else None
-
-
-def some(names: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
-    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    return ", ".join(names[:LISTED]) + more

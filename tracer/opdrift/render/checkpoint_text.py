@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any, Final
 
-from opdrift.checkpoints import Check, Missing, in_parts, ranks_named, sentence
+from opdrift.checkpoints import Check, Missing, in_parts, sentence
 from opdrift.records import TRACE_SCHEMA
 from opdrift.render.json import safe
 from opdrift.render.page import Page, Screen
 from opdrift.render.words import name, plural
+from opdrift.wording import listed
 
 #: Names of one kind that are listed.
 _ROWS: Final = 12
@@ -48,10 +49,10 @@ def checkpoint_report(found: Check, screen: Screen) -> str:
 
 
 def _ranks(found: Check) -> Iterator[str]:
-    yield f"judged on {ranks_named(found.ranks)}"
+    yield f"judged on {listed(found.ranks)}"
     if found.unjudged:
         verb = "names" if len(found.unjudged) == 1 else "name"
-        yield f"{ranks_named(found.unjudged)} {verb} no parameters: not judged"
+        yield f"{listed(found.unjudged)} {verb} no parameters: not judged"
 
 
 def _renamed(found: Check) -> Iterator[str]:
@@ -71,7 +72,7 @@ def _missing(each: Missing) -> str:
     if each.own is None:
         return f"{name(each.name)}: the model has nothing of that name and size"
     instead = each.part or each.origin or "the model holds something else"
-    where = f"on {ranks_named(each.lacking)}, " if each.reached else ""
+    where = f"on {listed(each.lacking)}, " if each.reached else ""
     return f"{name(each.own)}: {where}{instead}"
 
 

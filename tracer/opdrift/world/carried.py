@@ -7,6 +7,7 @@ from typing import Final
 
 from opdrift.shards import names_of
 from opdrift.tracefile.reader import Trace
+from opdrift.wording import some
 from opdrift.world.collectives import Collective
 
 _LISTED: Final = 2
@@ -41,6 +42,5 @@ def in_words(part: Collective, names: tuple[str, ...]) -> str:
     """`gradients of a.weight, a.bias and 4 more`; empty where nothing is known."""
     if not names:
         return ""
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     what = "gradients" if part.what == "reduce_scatter" else "parameters"
-    return f"{what} {'of ' if what == 'gradients' else ''}{', '.join(names[:_LISTED])}{more}"
+    return f"{what} {'of ' if what == 'gradients' else ''}{some(names, _LISTED)}"

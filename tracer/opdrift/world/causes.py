@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from textwrap import shorten
 from typing import Final
 
-from opdrift.causes.evidence import some
 from opdrift.compare import describe, difference
 from opdrift.provenance import Lineage
 from opdrift.provenance.words import made_words
 from opdrift.records import RAISED, RANK_ENDED, Cause, Op
 from opdrift.steps import Steps
 from opdrift.tracefile.reader import Trace
+from opdrift.wording import listed, some
 from opdrift.world.apart import at, came_apart, last_written
 from opdrift.world.collectives import Collective, Disagreement, World
 from opdrift.world.ends import End, ends
@@ -37,13 +37,6 @@ _NEW_FOLDER: Final = (
 _TOGETHER: Final = (
     "give every rank as many steps (batches), or use DistributedDataParallel's join()"
 )
-
-
-def listed(ranks: Sequence[int]) -> str:
-    """`rank 1`, `ranks 0 and 2`."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
 def of_disagreement(world: World, found: Disagreement, odd: Sequence[int]) -> Cause:

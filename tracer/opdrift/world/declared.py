@@ -14,8 +14,8 @@ from opdrift.records import Cause, Op
 from opdrift.tfp1 import Code
 from opdrift.tracefile.columns import Ints
 from opdrift.tracefile.reader import Trace
+from opdrift.wording import listed
 from opdrift.world.apart import Apart, came_apart
-from opdrift.world.causes import listed
 from opdrift.world.collectives import World
 from opdrift.world.replicas import Replicas
 from opdrift.world.results import TOLERANCE, minority

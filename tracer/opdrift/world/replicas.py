@@ -10,7 +10,6 @@ from typing import Final
 
 import numpy as np
 
-from opdrift.causes.evidence import some
 from opdrift.contents import Contents
 from opdrift.neighbours import Key
 from opdrift.records import Leaf
@@ -19,6 +18,7 @@ from opdrift.shards import sharding
 from opdrift.tracefile.columns import Ints
 from opdrift.tracefile.fingerprints import Fingerprint
 from opdrift.tracefile.reader import Trace
+from opdrift.wording import some
 from opdrift.world.collectives import World
 from opdrift.world.kept import collectives_behind, gives
 from opdrift.world.moments import Holdings, reductions

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from opdrift.composition import Content
+from opdrift.wording import some
 
 #: [dtype, elements] of each tensor.
 Tensors = tuple[tuple[str, int], ...]
@@ -29,7 +30,4 @@ def sent_of(found: Any) -> Sent:
 
 def in_words(tensors: Tensors) -> str:
     """`float32[64], int64[3]`."""
-    said = [f"{dtype}[{elements:,}]" for dtype, elements in tensors[:_LISTED]]
-    return ", ".join(said) + (
-        f" and {len(tensors) - _LISTED} more" if len(tensors) > _LISTED else ""
-    )
+    return some([f"{dtype}[{elements:,}]" for dtype, elements in tensors], _LISTED)

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from opdrift.causes.evidence import some
 from opdrift.records import Cause
 from opdrift.tracefile.reader import Trace
-from opdrift.world.causes import listed
+from opdrift.wording import listed, some
 from opdrift.world.collectives import Meeting, World
 from opdrift.world.handed import Handed, given
 from opdrift.world.moments import REDUCTIONS
