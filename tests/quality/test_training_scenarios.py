@@ -83,7 +83,8 @@ def test_a_number_of_an_update_is_told_as_one_of_the_optimizer(
     first = first_of(pair, tmp_path)
 
     assert first.outside
-    assert "in an optimizer step was called with other arguments" in first.cause.summary
+    assert "in an optimizer step of 0.weight" in first.cause.summary
+    assert "was called with other arguments" in first.cause.summary
     assert lists or word in first.cause.summary
     assert "optimizer.param_groups" in first.cause.try_
 

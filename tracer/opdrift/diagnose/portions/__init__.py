@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from opdrift.case import Case
-from opdrift.causes.optimizers import updates_parameters
+from opdrift.causes.gradients import updated_at
+from opdrift.causes.optimizers import outside_modules
 from opdrift.diagnose.portions.results import Results, put_together
 from opdrift.diagnose.portions.split import Split, split_of
 from opdrift.diagnose.portions.step import FirstStep, first_step
@@ -96,9 +97,9 @@ def is_weight(origin: Origin) -> bool:
 def steps_with_other_numbers(case: Case) -> Iterator[Origin]:
     """Ops of an optimizer's step, or updates of a sharded parameter, that are called with other numbers."""
     for row in np.flatnonzero(case.compared.settings_differ).tolist():
-        if updates_parameters(case.left, int(case.pairing.left[row])):
+        if outside_modules(case.left, int(case.pairing.left[row])):
             origin = called_otherwise(case, row)
-            if origin is not None:
+            if origin is not None and updated_at(case, origin) is not None:
                 yield origin
     yield from updated_otherwise(case)
 

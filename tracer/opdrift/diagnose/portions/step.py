@@ -151,7 +151,7 @@ def _gradient(case: Case, row: Row) -> _Term | None:
     vectors = _vector(a), _vector(b)
     sketches = None if vectors[0] is None or vectors[1] is None else (vectors[0], vectors[1])
     return _Term(
-        _updated_by(case.left, int(case.pairing.left[row[0]]), left),
+        _name(case.left, left),
         row,
         gap,
         gap.absolute_l2,
@@ -160,19 +160,10 @@ def _gradient(case: Case, row: Row) -> _Term | None:
     )
 
 
-def _updated_by(side: Side, left_op: int, gradient: int) -> str:
-    """The name of the parameter that an op makes a step of, from a gradient that it reads."""
-    ops = side.trace.ops
-    inputs = ops.inputs[left_op].tolist()
-    written = ops.outputs[left_op].tolist()[: int(ops.mutated[left_op])]
-    if not written or gradient not in inputs:
-        return ""
-    # lists of tensors are of one length and in one order
-    parameter = side.leaves.of_storage(written[inputs.index(gradient) % len(written)])
-    if parameter is None or parameter.kind != "parameter":
-        return ""
-    shapes = side.trace.meta(parameter.value).shape, side.trace.meta(gradient).shape
-    return parameter.name if shapes[0] == shapes[1] else ""
+def _name(side: Side, gradient: int) -> str:
+    """The parameter that a gradient updates; "" where it may be one of several."""
+    updated = side.gradients.of([gradient])
+    return updated.names[0] if updated is not None and len(updated.names) == 1 else ""
 
 
 def _done(case: Case, split: Split, row: int) -> int | None:
