@@ -31,10 +31,3 @@ def outside_modules(side: Side, op: int) -> bool:
     """Whether an op ran outside of modules and of backward passes, behind one: where gradients are changed and optimizers step."""
     ops = side.trace.ops
     return not int(ops.call[op]) and not ops.phase[op] and bool((ops.phase[:op] == 1).any())
-
-
-def updates_parameters(side: Side, op: int) -> bool:
-    """Whether an op there makes what a parameter is updated with, or the parameter."""
-    if not outside_modules(side, op):
-        return False
-    return side.gradients.of(side.trace.ops.outputs[op].tolist()) is not None
