@@ -139,7 +139,7 @@ def test_a_reduction_that_nothing_told_is_no_other_one():
 def test_a_gradient_that_is_changed_in_one_run_names_the_parameters_and_the_number():
     found = cause(trained(), trained(scaled=1.5))
 
-    assert (found.slug, found.confidence) == ("structure", "certain")
+    assert (found.slug, found.confidence) == ("inplace", "certain")
     assert found.summary == (
         "the right run changes the gradients of a.weight, b.bias by aten.mul_.default (other: 1.5) before it is used,"
         " the left run does not"

@@ -14,7 +14,7 @@ from opdrift.gradients import Updated
 from opdrift.origins.kinds import computes
 from opdrift.origins.model import Origin
 from opdrift.origins.updates import step_of
-from opdrift.records import Cause, Confidence
+from opdrift.records import Cause
 from opdrift.sizes import narrowed_to
 from opdrift.tokens import base
 
@@ -177,12 +177,12 @@ def gradient_changed(e: Evidence) -> Cause | None:
         f"the {name} run changes {what} by {_steps(side, ops)} before it is used, the {other} run does not",
         evidence,
         BEFORE_THE_STEP,
+        slug="inplace" if e.origin.story == "written" else "structure",
     )
 
 
-def _cause(summary: str, evidence: list[str], remedy: str) -> Cause:
-    sure: Confidence = "certain"
-    return cause("structure", sure, summary, evidence, remedy)
+def _cause(summary: str, evidence: list[str], remedy: str, *, slug: str = "structure") -> Cause:
+    return cause(slug, "certain", summary, evidence, remedy)
 
 
 def _changing(e: Evidence, n: int) -> list[int]:
