@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+from opdrift import spool
 from opdrift.collectives import Collectives
+from opdrift.recorder import Recorder
 from opdrift_integrations import patching
 
 
@@ -37,6 +39,11 @@ class Stopwatch:
         return timed
 
 
+def written(recorder: Recorder) -> None:
+    """Have all that was recorded so far on disk, so that what it takes counts where it belongs."""
+    recorder._spool.flush(recorder._owner)
+
+
 @contextlib.contextmanager
 def watched(*modules: Any) -> Iterator[tuple[Stopwatch, Stopwatch]]:
     """Time all that integrations do, and all that announces collectives, of recordings begun inside the block.
@@ -58,6 +65,9 @@ def watched(*modules: Any) -> Iterator[tuple[Stopwatch, Stopwatch]]:
                     lambda hook, register=register: register(integrations.around(hook)),
                 )
             )
+        # much of what marks say becomes JSON when they go to disk
+        timed = integrations.around(spool.as_text)
+        stack.enter_context(mock.patch.object(spool, "as_text", timed))
         timed = collectives.around(Collectives.issue)
         stack.enter_context(mock.patch.object(Collectives, "issue", timed))
         yield integrations, collectives

@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 from accelerate import cpu_offload, disk_offload
 from blocks import Block
-from inside import watched
+from inside import watched, written
 from torch import nn
 
 import opdrift
@@ -89,11 +89,13 @@ def measure(row: Row, rounds: int, tokens: int, scratch: Path) -> Samples:
         path = scratch / "run.trace"
         with (
             watched() as (inside, _),
-            opdrift.record(path, model=model, integrations=integrations),
+            opdrift.record(path, model=model, integrations=integrations) as recorder,
         ):
             step()  # the first step names what it meets
+            written(recorder)
             inside.spent = 0
             spent = step()
+            written(recorder)
             if integrations:
                 found.inside.append(inside.spent)
         _check(path, followed=bool(integrations))

@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from blocks import Block
 from fairscale.nn.data_parallel import FullyShardedDataParallel as Fairscale
-from inside import watched
+from inside import watched, written
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
@@ -119,11 +119,13 @@ def measure(row: str, options: argparse.Namespace) -> Samples:
         path = scratch / f"{row}-{len(integrations)}.trace"
         with (
             watched(torch_watching, fairscale_watcher) as (inside, announced),
-            opdrift.record(path, model=model, integrations=integrations),
+            opdrift.record(path, model=model, integrations=integrations) as recorder,
         ):
             step()  # the first step names what it meets
+            written(recorder)
             inside.spent = announced.spent = 0
             spent = step()
+            written(recorder)
             if integrations:
                 found["inside"].append(inside.spent)
                 found["announced"].append(announced.spent)

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import torch
 
-from opdrift.composition import joined
+from opdrift.composition import end_to_end
 from opdrift.plugins import Digest, RecorderLike
 
 #: Elements that are cast at a time: half a megabyte of bfloat16, which stays in the second cache.
@@ -76,11 +76,3 @@ def cast_digests(
                     filled = 0
     read()
     return [end_to_end(digests) for digests in pieces]
-
-
-def end_to_end(digests: Sequence[Digest | None]) -> Digest | None:
-    """What contents laid end to end are; None if one could not be read, or there is none."""
-    known = [digest for digest in digests if digest is not None]
-    if not known or len(known) < len(digests):
-        return None
-    return known[0] if len(known) == 1 else joined(known)

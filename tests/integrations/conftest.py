@@ -46,6 +46,11 @@ class FakeRecorder:
     def form(self, kind: str, **fields: Any) -> Callable[..., None]:
         return functools.partial(self.mark, kind, **fields)
 
+    def late_form(
+        self, kind: str, rest: Callable[[], dict[str, Any]], /, **fields: Any
+    ) -> Callable[..., None]:
+        return lambda **given: self.mark(kind, **fields, **rest(), **given)
+
     @contextlib.contextmanager
     def scope(self, name: str) -> Iterator[None]:
         yield
@@ -98,6 +103,12 @@ class FakeRecorder:
 
     def cast_digests(self, contents: Any, dtype: torch.dtype) -> None:
         return None
+
+    def digests_left(self, contents: Any) -> None:
+        return None
+
+    def versions(self, tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
+        return [(tensor.untyped_storage()._cdata, tensor._version) for tensor in tensors]
 
     def writes(self, tensor: torch.Tensor) -> int:
         return tensor._version

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,8 @@ import fairscale.nn.data_parallel.fully_sharded_data_parallel as fsdp
 import pytest
 import torch
 from fairscale.nn.wrap import enable_wrap, wrap
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from opdrift.recorder import record
 from opdrift.tracefile.opening import load
@@ -136,3 +139,29 @@ loaded = {{"fairscale", "esm", "accelerate", "transformers"}} & set(sys.modules)
 assert not loaded, loaded
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_changes_a_shard_between_the_optimizer_s_op_and_the_end_of_its_step_is_found(
+    tmp_path: Path, dtype: torch.dtype
+):
+    """What the step left is known from the op that wrote it: a later change without an op is none of it."""
+    mesh = init_device_mesh("cpu", (1,))
+    policy = MixedPrecisionPolicy(param_dtype=dtype)
+    model = fully_shard(torch.nn.Linear(4, 3), mesh=mesh, mp_policy=policy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    weights = model._get_fsdp_state()._fsdp_param_group.fsdp_params[0]._sharded_param_data
+    optimizer.register_step_post_hook(
+        lambda *_: ctypes.c_float.from_address(weights.data_ptr()).__setattr__("value", 7.0)
+    )
+
+    with record(tmp_path / "run", model=model):
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).float().sum().backward()
+            optimizer.step()
+
+    marks = [mark for mark in load(tmp_path / "run").marks if mark.kind == "shard-changed"]
+    assert [[each["parameter"] for each in mark.fields["mismatch"]] for mark in marks] == [
+        ["weight"]
+    ]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from array import array
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from opdrift import composition, tfp1
-from opdrift.composition import Content
+from opdrift.composition import Content, Digests, Joints
 from opdrift.tfp1 import Code
 
 
@@ -126,3 +127,48 @@ def test_what_a_recorder_and_a_trace_say_composes(tmp_path):
 
     assert composition.is_gathered(recorded, parts)
     assert not composition.is_gathered(recorded, columns)
+
+
+# ---- many at a time ------------------------------------------------------------------------------------
+
+
+def digests(*parts: Content) -> Digests:
+    """As a recorder gives them."""
+    raws, lengths = [part.raw for part in parts], [part.n for part in parts]
+    return Digests(array("Q", raws), tuple(lengths), parts[0].code)
+
+
+PARTS = [content(list(range(k, 3 * k)), 2) for k in range(6)]
+
+
+def test_digests_are_those_that_they_were_made_of():
+    found = digests(*PARTS)
+
+    assert list(found) == PARTS
+    assert list(found[1::2]) == PARTS[1::2]
+    assert found == PARTS
+    assert found == digests(*PARTS)
+    assert found != digests(*PARTS[1:], PARTS[0])
+    assert found != PARTS[:-1]
+    assert None not in found
+    assert PARTS[2] in found
+
+
+@pytest.mark.parametrize("groups", [[slice(0, 3), slice(3, 6)], [slice(0, 6, 2), slice(1, 6, 2)]])
+def test_stretches_that_are_joined_again_and_again_are_what_they_are_end_to_end(groups):
+    joints = Joints([part.n for part in PARTS], groups)
+    wanted = [composition.joined(PARTS[group]) for group in groups]
+
+    assert list(joints.of(digests(*PARTS))) == wanted
+    assert list(joints.of(PARTS)) == wanted
+    assert list(joints.of(digests(*reversed(PARTS)))) == [
+        composition.joined(PARTS[::-1][group]) for group in groups
+    ]
+
+
+def test_what_could_not_be_read_is_joined_with_nothing():
+    joints = Joints([part.n for part in PARTS], [slice(0, 2), slice(2, 6)])
+
+    found = joints.of([PARTS[0], None, *PARTS[2:]])
+
+    assert list(found) == [None, composition.joined(PARTS[2:])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import threading
 import warnings
@@ -301,6 +302,45 @@ def test_marks_of_one_form_share_fields():
     ]
 
 
+def test_fields_that_are_made_late_are_made_once_and_in_the_trace():
+    made: list[int] = []
+
+    def rest() -> dict[str, Any]:
+        made.append(1)
+        return {"bytes": float("nan"), "own": [1, 2]}
+
+    with recording() as found:
+        write = found.recorder.late_form("shelf", rest, title="a")
+        write(number=1)
+        assert made == []
+        write(number=2, wrong=[{"at": 3}])
+
+    late = {"title": "a", "bytes": "nan", "own": [1, 2]}
+    assert made == [1]
+    assert [mark.fields for mark in found.trace.marks] == [
+        {**late, "number": 1},
+        {**late, "number": 2, "wrong": [{"at": 3}]},
+    ]
+
+
+def test_fields_that_cannot_be_made_are_a_failure_of_the_tracer(
+    path: Path, caplog: pytest.LogCaptureFixture
+):
+    """The mark is there with what is known; the other marks are whole."""
+
+    def rest() -> dict[str, Any]:
+        raise KeyError("shelf 3")
+
+    with opdrift.record(path, integrations=()) as recorder:
+        recorder.late_form("shelf", rest, title="a")(number=1)
+        recorder.mark("after")
+
+    trace = opdrift.load(path)
+    assert [(m.kind, m.fields) for m in trace.marks] == [("shelf", {"title": "a"}), ("after", {})]
+    assert "shelf 3" in str(trace.footer)
+    assert "shelf 3" in caplog.text
+
+
 def test_whoever_is_told_of_marks_is_told_of_those_of_a_form():
     class Told:
         name = "told"
@@ -316,8 +356,12 @@ def test_whoever_is_told_of_marks_is_told_of_those_of_a_form():
     told = Told()
     with recording(integrations=[told]) as found:
         found.recorder.form("shelf", title="a")(number=1)
+        found.recorder.late_form("shelf", lambda: {"own": [1]}, title="a")(number=2)
 
-    assert told.marks == [("shelf", {"title": "a", "number": 1})]
+    assert told.marks == [
+        ("shelf", {"title": "a", "number": 1}),
+        ("shelf", {"title": "a", "number": 2, "own": [1]}),
+    ]
 
 
 def test_a_form_that_outlives_its_recorder_says_so():
@@ -419,6 +463,10 @@ def test_a_setting_that_changes_is_a_mark():
         lambda recorder: recorder.digest(torch.ones(2)),
         lambda recorder: recorder.digests([(torch.ones(2), (1, 1))]),
         lambda recorder: recorder.cast_digests([(torch.ones(2), (2,))], torch.bfloat16),
+        lambda recorder: recorder.digests_left([(torch.ones(2), (2,))]),
+        lambda recorder: recorder.versions([torch.ones(2)]),
+        lambda recorder: recorder.late_form("step", dict),
+        lambda recorder: recorder.name_tensors([(torch.ones(2), "x", None)]),
         lambda recorder: recorder.clean_path(nn.Linear(1, 1)),
     ],
     ids=[
@@ -431,6 +479,10 @@ def test_a_setting_that_changes_is_a_mark():
         "digest",
         "digests",
         "cast_digests",
+        "digests_left",
+        "versions",
+        "late_form",
+        "name_tensors",
         "clean_path",
     ],
 )
@@ -453,6 +505,7 @@ def test_a_recorder_that_is_not_open_says_so(
         (lambda recorder: recorder.name_tensor(3, "x"), "no tensor"),
         (lambda recorder: recorder.name_tensor(torch.ones(2), 3), "text"),
         (lambda recorder: recorder.name_tensor(torch.ones(2), "x", kind="weight"), "choose one of"),
+        (lambda recorder: recorder.name_tensors([], kind="weight"), "choose one of"),
         (lambda recorder: recorder.digest([1.0]), "no tensor"),
         (
             lambda recorder: recorder.writes(torch.eye(2).to_sparse()),
@@ -599,6 +652,43 @@ def test_tensors_that_need_care_are_read_between_those_that_do_not():
     assert together[2::3] == alone
     assert together[:2] * len(odd) == [each for i, each in enumerate(together) if i % 3 < 2]
     assert [digest is None for digest in alone] == [True, True] + [False] * 6
+
+
+def test_what_an_op_left_in_a_leaf_is_known_without_reading_it():
+    """In whatever shape it is asked for; not what has changed it since without an op, and not a part of it."""
+    with recording() as found, torch.no_grad():
+        weight = nn.Parameter(torch.ones(4, 6))
+        found.recorder.name_tensor(weight, "weight")
+        weight.mul_(3)
+        left = found.recorder.digest(weight)
+        ctypes.c_float.from_address(weight.data_ptr()).value = 7.0
+        flat = weight.detach().view(-1)
+        known = found.recorder.digests_left([(flat, (24,)), (weight, (24,))])
+        unknown = [
+            found.recorder.digests_left([(flat[:12], (12,))]),
+            found.recorder.digests_left([(flat, (12, 12))]),
+            found.recorder.digests_left([(weight.t(), (24,))]),
+            found.recorder.digests_left([(flat, (24,)), (torch.ones(3), (3,))]),
+        ]
+        weight[0].mul_(2)
+        unknown.append(found.recorder.digests_left([(flat, (24,))]))
+
+    assert known == [left, left]
+    assert unknown == [None] * 5
+
+
+def test_versions_tell_storages_and_their_writes():
+    with recording() as found:
+        one, other = torch.ones(2), torch.ones(2)
+        with found.recorder.pause():
+            unknown = [torch.ones(2), torch.ones(2)]
+        before = found.recorder.versions([one, one[1:], other, *unknown])
+        one.add_(1)
+        after = found.recorder.versions([one, other])
+
+    assert before[0] == before[1]
+    assert len(set(before)) == 4
+    assert after == [(before[0][0], before[0][1] + 1), before[2]]
 
 
 def test_no_mode_sees_what_is_done_quietly():

@@ -8,10 +8,11 @@ a view (notes: recorder, Q7).
 from __future__ import annotations
 
 import ctypes
+import itertools
 import struct
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch.nn import Module
 
+    from opdrift.plugins import Digest
     from opdrift.tracefile.writer import Columns, TraceWriter
 
 OP: Final = struct.Struct("<qqqqQIIIBBHHII")
@@ -182,17 +184,22 @@ class ThreadBuffers:
         """
         return self.op_count, self.value_count, self.fingerprint_count, self.call_count
 
-    def latest_fingerprints(self) -> dict[tuple[int, int, int], bytes]:
-        """Digest (raw, n, code) of what was fingerprinted last -> its row."""
-        first, row = max(self.fingerprint_count - _LATEST, 0), self.fingerprint_row
+    def latest_fingerprints(self, digests: Sequence[Digest | None]) -> list[bytes | None]:
+        """The rows of contents that are among those fingerprinted last; None of the others."""
+        first, size = max(self.fingerprint_count - _LATEST, 0), self.fingerprint_row.itemsize
         rows = np.frombuffer(
-            self.fingerprints, row, self.fingerprint_count - first, first * row.itemsize
+            self.fingerprints, self.fingerprint_row, self.fingerprint_count - first, first * size
         )
-        digests = zip(*(rows[name].tolist() for name in ("raw", "n", "code")), strict=True)
-        # a code of 8 bits stands for several formats, of which each counts otherwise
-        return {
-            digest: rows[k].tobytes() for k, digest in enumerate(digests) if digest[2] != Code.FP8
-        }
+        columns = zip(*(rows[name].tolist() for name in ("raw", "n", "code")), strict=True)
+        places = dict(zip(columns, itertools.count(first * size, size)))  # it never ends
+        found: list[bytes | None] = []
+        for digest in digests:
+            at = None
+            # a code of 8 bits stands for several formats, of which each counts otherwise
+            if digest is not None and digest.code != Code.FP8:
+                at = places.get((digest.raw, digest.n, digest.code))
+            found.append(None if at is None else bytes(self.fingerprints[at : at + size]))
+        return found
 
     def repeat_fingerprint(self, row: bytes, value: int) -> bool:
         """Write a fingerprint once more, for another value that is known to hold the same; False if there is no room."""

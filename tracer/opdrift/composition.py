@@ -10,10 +10,11 @@ A cast keeps no digest. Whether a content is another one in another precision, `
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from operator import mul
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 from opdrift import tfp1
 from opdrift.plugins import Digest
@@ -31,6 +32,86 @@ class Content(NamedTuple):
     def digits(self) -> int:
         """By how many digits it shifts what follows it."""
         return tfp1.digits(self.n, Code(self.code).bytes)
+
+
+class Digests(Sequence[Content]):
+    """Digests of many contents of one component type; each becomes an object where it is asked for.
+
+    Thousands a step are only held against those of the step before, which is one comparison of memory.
+
+    Attributes:
+        raws: The hashes, as unsigned 64-bit integers.
+        lengths: How many components each content has.
+        code: What a component is.
+    """
+
+    __slots__ = ("code", "lengths", "raws")
+
+    def __init__(self, raws: array[int], lengths: tuple[int, ...], code: int) -> None:
+        self.raws = raws
+        self.lengths = lengths
+        self.code = code
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @overload
+    def __getitem__(self, index: int) -> Content: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Digests: ...
+
+    def __getitem__(self, index: int | slice) -> Content | Digests:
+        if isinstance(index, slice):
+            return Digests(self.raws[index], self.lengths[index], self.code)
+        return Content(self.raws[index], self.lengths[index], self.code)
+
+    def __contains__(self, value: object) -> bool:
+        return value is not None and super().__contains__(value)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Digests):
+            return (self.raws, self.code, self.lengths) == (other.raws, other.code, other.lengths)
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]  # as of a list
+
+
+class Joints:
+    """Joins stretches end to end, the same ones again and again: the pieces of each parameter that FSDP gathers.
+
+    Args:
+        lengths: Of all stretches.
+        groups: Which of them are joined, for each result.
+    """
+
+    def __init__(self, lengths: Sequence[int], groups: Sequence[slice]) -> None:
+        self._lengths = tuple(lengths)
+        self._groups = tuple(groups)
+        self._joined = tuple(sum(self._lengths[group]) for group in self._groups)
+        #: Component type -> by what each stretch of each group counts.
+        self._weights: dict[int, tuple[tuple[int, ...], ...]] = {}
+
+    def of(self, digests: Sequence[Digest | None]) -> Sequence[Digest | None]:
+        """What the stretches of each group are end to end; None where one of them could not be read."""
+        if not isinstance(digests, Digests) or digests.lengths != self._lengths:
+            return [end_to_end(digests[group]) for group in self._groups]
+        code, raws, groups = digests.code, digests.raws, self._groups
+        weights = self._weights.get(code)
+        if weights is None:
+            weights = tuple(_weights(self._lengths[group], code) for group in groups)
+            self._weights[code] = weights
+        joins = zip(groups, weights, strict=True)
+        found = [sum(map(mul, raws[group], each)) % tfp1.P for group, each in joins]
+        return Digests(array("Q", found), self._joined, code)
+
+
+def end_to_end(digests: Sequence[Digest | None]) -> Digest | None:
+    """What contents laid end to end are; None if one could not be read, or there is none."""
+    known = [digest for digest in digests if digest is not None]
+    if not known or len(known) < len(digests):
+        return None
+    return known[0] if len(known) == 1 else joined(known)
 
 
 def same(one: Digest, other: Digest) -> bool:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from itertools import repeat
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+from opdrift import plugins
+from opdrift.composition import Digests
 from opdrift.fingerprint.engine import CODES
 from opdrift.fingerprint.tensors import stretches
 from opdrift.options import check_stretches, check_tensor
@@ -43,6 +45,13 @@ class _Spans(NamedTuple):
     kinds: list[int]
     others: list[tuple[int, Tensor, Sequence[int]]]
 
+    @property
+    def kind(self) -> int | None:
+        """The kind of all; None if they are of several, or if something takes more, or if there is nothing."""
+        first = self.kinds[0] if self.kinds else None
+        alike = first is not None and self.kinds.count(first) == len(self.kinds)
+        return first if alike and not self.others else None
+
 
 class Digesting:
     """Digests for the integrations of one recorder. To be called with dispatch and torch functions switched off."""
@@ -61,30 +70,42 @@ class Digesting:
         row = self._devices.now(tensor)
         return None if row is None else Digest(int(row["raw"]), int(row["n"]), int(row["code"]))
 
-    def many(self, contents: Contents) -> list[Digest | None]:
+    def many(self, contents: Contents) -> Sequence[plugins.Digest | None]:
         """The digests of stretches that follow each other in tensors, in order.
 
         What lies in the host's memory as it is to be read is read in one call; the rest, tensor by tensor.
         """
         spans = self._spans(contents)
-        raws = self._engine.raws(spans.addresses, spans.lengths, spans.kinds)
+        raws, kind = self._engine.raws(spans.addresses, spans.lengths, spans.kinds), spans.kind
+        if kind is not None:
+            return Digests(raws, tuple(spans.lengths), CODES[kind])
         codes = map(CODES.__getitem__, spans.kinds)
         found: list[Digest | None] = list(map(Digest, raws, spans.lengths, codes))
         for place, tensor, sizes in spans.others:
             found[place:place] = self._singly(tensor, sizes)
         return found
 
-    def many_cast(self, contents: Contents, dtype: torch.dtype) -> list[Digest] | None:
+    def many_cast(self, contents: Contents, dtype: torch.dtype) -> Digests | None:
         """As `many`, of what contents are in another precision; None if they have to be cast to know."""
         if dtype is not torch.bfloat16 or not self._rounds_as_torch:
             return None
         spans = self._spans(contents)
-        if spans.others or any(kind != Code.F32 for kind in spans.kinds):
+        if spans.kind != Code.F32:
             return None
         raws = self._engine.bfloat16_raws(spans.addresses, spans.lengths)
-        if raws is None:
-            return None
-        return list(map(Digest, raws, spans.lengths, repeat(int(Code.BF16))))
+        return None if raws is None else Digests(raws, tuple(spans.lengths), int(Code.BF16))
+
+    def left(self, contents: Contents) -> Digests | None:
+        """As `many`, what the fingerprint after the last write of each says that was left; None if not of all it does."""
+        raws, lengths, codes = array("Q"), [], set()
+        for tensor, sizes in contents:
+            left = self._values.left(tensor) if len(sizes) == 1 else None
+            if left is None or left[1] != sizes[0]:
+                return None
+            raws.append(left[0])
+            lengths.append(left[1])
+            codes.add(left[2])
+        return Digests(raws, tuple(lengths), codes.pop()) if len(codes) == 1 else None
 
     @cached_property
     def _rounds_as_torch(self) -> bool:
@@ -100,30 +121,34 @@ class Digesting:
 
     def _spans(self, contents: Contents) -> _Spans:
         spans = _Spans([], [], [], [])
+        addresses, lengths, kinds, known = *spans[:3], self._engine.kinds
         place = 0
         for tensor, sizes in contents:
-            address = self._address(tensor, sum(sizes))
-            if address:
+            kind = known.get(tensor.dtype) if type(tensor) in _TYPES else None
+            address = 0 if kind is None else self._address(tensor, sizes)
+            if kind is None or not address:
+                spans.others.append((place, tensor, sizes))
+            elif len(sizes) == 1:
+                addresses.append(address)
+                kinds.append(kind)
+                lengths += sizes
+            else:
                 width = tensor.element_size()
                 for size in sizes:
-                    spans.addresses.append(address)
+                    addresses.append(address)
+                    kinds.append(kind)
                     address += size * width
-                spans.lengths.extend(sizes)
-                spans.kinds.extend(repeat(self._engine.kinds[tensor.dtype], len(sizes)))
-            else:
-                spans.others.append((place, tensor, sizes))
+                lengths += sizes
             place += len(sizes)
         return spans
 
-    def _address(self, tensor: Tensor, count: int) -> int:
-        """Where so many elements of a tensor can be read as they are; 0 if it takes more than that to read it.
+    def _address(self, tensor: Tensor, sizes: Sequence[int]) -> int:
+        """Where stretches of a tensor can be read as they are; 0 if it takes more than that to read them.
 
         As `can_fingerprint`, which says why, in a fifth of the time.
         """
         if (
-            type(tensor) not in _TYPES
-            or tensor.dtype not in self._engine.kinds
-            or not tensor.is_cpu
+            not tensor.is_cpu
             or tensor.layout is not torch.strided
             or tensor.is_nested
             or not tensor.is_contiguous()
@@ -134,6 +159,7 @@ class Digesting:
             storage = tensor.untyped_storage()
         except NotImplementedError:  # inside a functorch transform
             return 0
+        count = sum(sizes)
         if count > tensor.numel():
             return 0
         needed = (tensor.storage_offset() + count) * tensor.element_size()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.nn import Module
@@ -15,8 +15,11 @@ from opdrift.scopes import cleaner, name_arguments, unwrapped, walk
 
 if TYPE_CHECKING:
     from opdrift.buffers import ThreadBuffers
-    from opdrift.plugins import OwnsParameters
+    from opdrift.plugins import Digest, OwnsParameters
     from opdrift.values import Values
+
+#: Most are of these: neither lazy nor made of others.
+_PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 
 WriteMark = Callable[["ThreadBuffers", str, Mapping[str, Any]], None]
 LeafRow = tuple[str, str, str, int, int, int]
@@ -57,6 +60,24 @@ class Naming:
             if is_known and part is tensor:
                 read = self._values.digest_read(part)
         return read
+
+    def tensors(
+        self,
+        t: ThreadBuffers,
+        named: Iterable[tuple[torch.Tensor, str, Digest | None]],
+        kind: str,
+        when: str,
+    ) -> None:
+        """Name the present contents of many tensors, each with a digest of it where that was read just now.
+
+        Such a content is not read once more if an op that has just written it left a fingerprint of it.
+        """
+        found = list(named)
+        # all of them first: each name may empty the buffer that they are in
+        rows = t.latest_fingerprints([digest for _, _, digest in found])
+        for (tensor, name, digest), row in zip(found, rows, strict=True):
+            is_whole = digest is not None and digest.n == tensor.numel()
+            self.tensor(t, tensor, name, kind, when, row if is_whole else None)
 
     def model(self, t: ThreadBuffers, model: Module, prefix: str) -> None:
         """Name and fingerprint a model's parameters and buffers, and say in a mark what it is."""
@@ -159,11 +180,12 @@ def plain_parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Te
 
     None for a parameter of a lazy module, which has no shape yet.
     """
-    if is_lazy(tensor):
-        return
-    local = getattr(tensor, "_local_tensor", None)
-    if isinstance(local, torch.Tensor):
-        tensor = local
+    if type(tensor) not in _PLAIN:
+        if is_lazy(tensor):
+            return
+        local = getattr(tensor, "_local_tensor", None)
+        if isinstance(local, torch.Tensor):
+            tensor = local
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:

@@ -57,6 +57,11 @@ class RecorderLike(Protocol):
     def form(self, kind: str, /, **fields: Any) -> Callable[..., None]:
         """What writes marks that share these fields, which become JSON only once; it is called with the others."""
 
+    def late_form(
+        self, kind: str, rest: Callable[[], Mapping[str, Any]], /, **fields: Any
+    ) -> Callable[..., None]:
+        """As `form`, with further fields that `rest` makes once the first of its marks goes to disk."""
+
     def scope(self, name: str) -> AbstractContextManager[None]:
         """Ops inside run in the scope `name`, below the current one."""
 
@@ -87,6 +92,14 @@ class RecorderLike(Protocol):
         self, contents: Iterable[tuple[Any, Sequence[int]]], dtype: Any
     ) -> Sequence[Digest | None] | None:
         """As `digests`, of what contents are in another precision; None if they have to be cast to know that."""
+
+    def digests_left(
+        self, contents: Iterable[tuple[Any, Sequence[int]]]
+    ) -> Sequence[Digest] | None:
+        """As `digests`, of what the last ops that wrote contents left, without reading; None if that is not known of all."""
+
+    def versions(self, tensors: Iterable[Any]) -> Sequence[tuple[int, int]]:
+        """Of each tensor's storage a number that no other has, and how often it is known to have been written."""
 
     def writes(self, tensor: Any) -> int:
         """How often a tensor's storage is known to have been written; 0 if nothing is known of it."""

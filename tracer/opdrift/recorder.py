@@ -199,7 +199,9 @@ class Recorder:
         self._digesting = Digesting(self._engine, self._values, self._devices)
         spool.after_flush = self._values.prune
         self._batches = self._follow_batch()
-        self._marks = Marks(spool, self._guarded, self._must_be_open)
+        self._marks = Marks(
+            spool, self._guarded, failed=self._failed, must_be_open=self._must_be_open
+        )
         self._naming = Naming(self._values, write_mark=spool.mark, write_leaf=spool.leaf)
         self._sources = Sources(spool.name)
         self._sources.on_new_line = self._note_flags_here
@@ -409,7 +411,21 @@ class Recorder:
             InvalidOptionError: As `mark`; or, when it is called, a field is given again.
         """
         self._must_be_open("form")
-        return self._marks.form(kind, fields)
+        return self._marks.form(kind, fields, None)
+
+    def late_form(
+        self, kind: str, rest: Callable[[], Mapping[str, Any]], /, **fields: Any
+    ) -> Callable[..., None]:
+        """As `form`, with further fields that `rest` makes once the first of its marks goes to disk.
+
+        `rest` must not look at what may have changed by then; whatever it raises is noted as a failure of the tracer.
+
+        Raises:
+            RecorderStateError: The recorder is not open.
+            InvalidOptionError: As `form`.
+        """
+        self._must_be_open("late_form")
+        return self._marks.form(kind, fields, rest)
 
     def scope(self, name: str) -> AbstractContextManager[None]:
         """Ops inside run in the scope `name`, below the present one.
@@ -471,20 +487,13 @@ class Recorder:
             RecorderStateError: The recorder is not open.
             InvalidOptionError: An argument is of another type or value.
         """
-        return self._name(tensor, name, kind, None)
-
-    def _name(self, tensor: torch.Tensor, name: str, kind: str, row: bytes | None) -> Digest | None:
         self._must_be_open("name_tensor")
         check_text("name_tensor", "name", name)
-        if kind not in _LEAF_KINDS:
-            raise InvalidOptionError(
-                f"name_tensor(kind={kind!r}): choose one of {', '.join(map(repr, _LEAF_KINDS))}."
-            )
+        _check_kind("name_tensor", kind)
         check_tensor("name_tensor", tensor)
         with silent():
-            t = self._spool.thread()
             try:
-                read = self._naming.tensor(t, tensor, name, kind, "gather", row)
+                read = self._naming.tensor(self._spool.thread(), tensor, name, kind, "gather")
             except Exception as error:
                 self._failed("name_tensor", error)
                 return None
@@ -499,14 +508,16 @@ class Recorder:
         """As `name_tensor`, of many, each with the digest of its present content where that was read just now.
 
         Such a content is not read once more if an op that has just written it left a fingerprint of it.
+
+        Raises:
+            RecorderStateError: The recorder is not open.
+            InvalidOptionError: `kind` is none of those.
         """
         self._must_be_open("name_tensors")
-        latest = self._spool.thread().latest_fingerprints()
-        for tensor, name, digest in named:
-            row = None
-            if digest is not None and digest.n == tensor.numel():
-                row = latest.get((digest.raw, digest.n, digest.code))
-            self._name(tensor, name, kind, row)
+        _check_kind("name_tensors", kind)
+        with silent():
+            tell = partial(self._naming.tensors, self._spool.thread(), named, kind, "gather")
+            self._guarded("name_tensors", tell)
 
     def digest(self, tensor: torch.Tensor) -> Digest | None:
         """The digest of a tensor's present content; None if it cannot be read now (freed, meta, in flight).
@@ -522,7 +533,7 @@ class Recorder:
 
     def digests(
         self, contents: Iterable[tuple[torch.Tensor, Sequence[int]]]
-    ) -> list[Digest | None]:
+    ) -> Sequence[plugins.Digest | None]:
         """As `digest`, of stretches that follow each other in tensors, looking at each tensor once.
 
         Args:
@@ -541,7 +552,7 @@ class Recorder:
 
     def cast_digests(
         self, contents: Iterable[tuple[torch.Tensor, Sequence[int]]], dtype: torch.dtype
-    ) -> Sequence[Digest | None] | None:
+    ) -> Sequence[plugins.Digest] | None:
         """As `digests`, of what contents are in another precision; None if they have to be cast to know that.
 
         Raises:
@@ -550,6 +561,32 @@ class Recorder:
         self._must_be_open("cast_digests")
         with _Unseen():
             return self._digesting.many_cast(contents, dtype)
+
+    def digests_left(
+        self, contents: Iterable[tuple[torch.Tensor, Sequence[int]]]
+    ) -> Sequence[plugins.Digest] | None:
+        """As `digests`, of what the ops left that were the last to write these contents, without reading them again.
+
+        What has changed a content since then without an op is not in it, and so shows once it is read.
+
+        Returns:
+            None if not all of them were fingerprinted in one piece after they were written.
+
+        Raises:
+            RecorderStateError: The recorder is not open.
+        """
+        self._must_be_open("digests_left")
+        with _Unseen():
+            return self._digesting.left(contents)
+
+    def versions(self, tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
+        """Of each tensor's storage a number that no other storage has, and how often it is known to have been written.
+
+        Raises:
+            RecorderStateError: The recorder is not open.
+        """
+        self._must_be_open("versions")
+        return self._values.versions(tensors)
 
     def writes(self, tensor: torch.Tensor) -> int:
         """How often a tensor's storage is known to have been written; 0 if nothing is known of it.
@@ -684,6 +721,13 @@ class Recorder:
             return self._spool.thread()
         self._unrecorded.add(ident)
         return None
+
+
+def _check_kind(function: str, kind: str) -> None:
+    if kind not in _LEAF_KINDS:
+        raise InvalidOptionError(
+            f"{function}(kind={kind!r}): choose one of {', '.join(map(repr, _LEAF_KINDS))}."
+        )
 
 
 class _Unseen:

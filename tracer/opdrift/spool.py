@@ -21,7 +21,6 @@ from opdrift.tracefile.writer import fingerprint_columns
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from opdrift.tracefile.journal import MarkRow
     from opdrift.tracefile.writer import TraceWriter
 
 log = logging.getLogger("opdrift")
@@ -78,7 +77,7 @@ class Spool:
         self._numbers = itertools.count()
         self._names: deque[tuple[str, int, str]] = deque()
         self._leaves: deque[tuple[str, str, str, int, int, int]] = deque()
-        self._marks: deque[MarkRow] = deque()
+        self._marks: deque[tuple[int, int, str, int, int, str | Callable[[], str]]] = deque()
         self._fingerprints: deque[npt.NDArray[np.void]] = deque()
         self._end = threading.Event()
         self._watchdog = threading.Thread(target=self._watch, name="opdrift watchdog", daemon=True)
@@ -104,9 +103,12 @@ class Spool:
         """Write a row of the table `leaves`."""
         self._leaves.append(row)
 
-    def mark(self, t: ThreadBuffers, kind: str, fields: Mapping[str, Any] | str) -> None:
-        """Write a mark; its fields as a mapping of JSON types, or as JSON already."""
-        self._marks.append(_mark_row(t, kind, fields))
+    def mark(
+        self, t: ThreadBuffers, kind: str, fields: Mapping[str, Any] | str | Callable[[], str]
+    ) -> None:
+        """Write a mark; its fields as a mapping of JSON types, as JSON already, or what makes that when it is flushed."""
+        text = json.dumps(fields) if isinstance(fields, Mapping) else fields
+        self._marks.append((t.seq, now(), kind, t.call, t.index, text))
 
     def announce(self, t: ThreadBuffers, kind: str, fields: Mapping[str, Any]) -> None:
         """Write a mark that is on disk when this returns: what it announces may end the process.
@@ -117,7 +119,7 @@ class Spool:
             self.flush(t)
         if not self.writing or not self.is_ours():
             return
-        row = _mark_row(t, kind, fields)
+        row = (t.seq, now(), kind, t.call, t.index, json.dumps(fields))
         with self._lock:
             self._marks.append(row)
             try:
@@ -159,7 +161,7 @@ class Spool:
                 t.write(self._writer, counts, reset=reset)
                 self._drain_fingerprints()
                 self._drain("leaves", self._leaves)
-                self._drain("marks", self._marks)
+                self._drain_marks()
                 for write in self.others:
                     write(self._writer)
                 self._writer.check()
@@ -203,6 +205,12 @@ class Spool:
         taken = [self._fingerprints.popleft() for _ in range(len(self._fingerprints))]
         if taken:
             self._writer.append("tensors", self._columns(np.concatenate(taken)))
+
+    def _drain_marks(self) -> None:
+        taken = [self._marks.popleft() for _ in range(len(self._marks))]
+        if taken:
+            *columns, texts = zip(*taken, strict=True)
+            self._writer.append("marks", [*columns, tuple(map(as_text, texts))])
 
     def _drain(self, table: str, rows: deque[Any]) -> None:
         taken = [rows.popleft() for _ in range(len(rows))]
@@ -256,6 +264,6 @@ class Spool:
                 yield t
 
 
-def _mark_row(t: ThreadBuffers, kind: str, fields: Mapping[str, Any] | str) -> MarkRow:
-    text = fields if isinstance(fields, str) else json.dumps(fields)
-    return t.seq, now(), kind, t.call, t.index, text
+def as_text(fields: str | Callable[[], str]) -> str:
+    """The fields of a mark that goes to disk."""
+    return fields if isinstance(fields, str) else fields()

@@ -84,6 +84,18 @@ class Leaf:
         """It was written: what was read is no longer its content."""
         self.key, self._size = None, -1
 
+    def is_row_of(self, tensor: Tensor) -> bool:
+        """Whether what was read are just the elements of a tensor, in their order."""
+        key = self.key
+        return (
+            key is not None
+            and key[2] == tensor.storage_offset()
+            and key[3] is tensor.dtype
+            and self._size == tensor.numel()
+            and tensor.is_contiguous()
+            and is_row_major(*key[:2])
+        )
+
     def tells(self, key: Key) -> bool:
         """Whether what was read says what another layout holds, because that lies within it."""
         if self.key is None or self.key[3] is not key[3] or not is_row_major(*self.key[:2]):

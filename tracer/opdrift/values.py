@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -562,6 +562,17 @@ class Values:
             return None
         return leaf.raw, tensor.numel(), code
 
+    def left(self, tensor: Tensor) -> tuple[int, int, int] | None:
+        """As `digest_read`, of what the last write that was seen left in just these elements, in whatever shape.
+
+        What has changed them since without an op does not count.
+        """
+        state: StorageState | None = getattr(tensor.untyped_storage(), self.key, None)
+        leaf, code = None if state is None else state.leaf, self.engine.code(tensor.dtype)
+        if leaf is None or code is None or not leaf.is_row_of(tensor):
+            return None
+        return leaf.raw, tensor.numel(), code
+
     def prune(self) -> None:
         """Forget what died; memory stays bounded by what is alive."""
         self.made.prune()
@@ -608,6 +619,16 @@ class Values:
         """How often a tensor's storage is known to have been written; 0 if nothing is known of it."""
         state: StorageState | None = getattr(tensor.untyped_storage(), self.key, None)
         return 0 if state is None else state.writes
+
+    def versions(self, tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
+        """Of each tensor's storage a number that no other has, and how often it is known to have been written."""
+        found = []
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            state: StorageState | None = getattr(storage, self.key, None)
+            # below 0: one that nothing is known of
+            found.append((-storage._cdata, 0) if state is None else (state.id, state.writes))
+        return found
 
     def skip(self, reason: str) -> None:
         """Note that a content was left out."""

@@ -32,8 +32,9 @@ from fairscale.nn.misc.flatten_params_wrapper import FlattenParamsWrapper
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
+from opdrift.composition import end_to_end
 from opdrift.plugins import RecorderLike
-from opdrift_integrations.digests import as_field, end_to_end, same
+from opdrift_integrations.digests import as_field, same
 from opdrift_integrations.fairscale.layout import buffers, rebound
 from opdrift_integrations.patching import watch_all
 from opdrift_integrations.paths import join

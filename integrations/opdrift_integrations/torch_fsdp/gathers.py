@@ -38,15 +38,17 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
+from opdrift.composition import end_to_end
 from opdrift.plugins import Digest, RecorderLike
-from opdrift_integrations.digests import as_field, cast_digests, end_to_end, raw_field, same
+from opdrift_integrations.digests import as_field, cast_digests, raw_field, same
 from opdrift_integrations.failures import Failures
 from opdrift_integrations.layouts import Buffer
-from opdrift_integrations.tensors import between, dtype_name, is_readable, storage_id
+from opdrift_integrations.tensors import between, dtype_name, is_readable
 from opdrift_integrations.torch_fsdp.memory import Cut, Memory, Piece, cut
 
 _log = logging.getLogger(__name__)
@@ -56,28 +58,23 @@ LIBRARY = "torch_fsdp"
 Digests = Sequence[Digest | None]
 
 
-@dataclass(frozen=True, slots=True)
-class _State:
-    """Where a shard is kept: its storages, and the writes that they have seen."""
-
-    storages: tuple[int, ...]
-    writes: tuple[int, ...]
+#: Of each tensor of a shard its storage, and how often that was written.
+Versions = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
     """What a shard held when it was last read, piece by piece, and where it was kept then."""
 
-    state: _State
+    versions: Versions
     pieces: Digests
 
 
 @dataclass(frozen=True, slots=True)
 class _Told:
-    """What writes marks about these digests: what was gathered in forward is mostly gathered in backward again."""
+    """What writes marks about this: what was gathered in forward is mostly gathered in backward again."""
 
-    arrived: Digests
-    source: Digests
+    about: tuple[Any, ...]
     write: Callable[..., None]
 
 
@@ -104,7 +101,7 @@ class Unit:
     fields: dict[str, Any] = field(init=False)
     #: Writes marks of a kind, once one was written.
     forms: dict[str, Callable[..., None]] = field(default_factory=dict)
-    #: Writes those of a kind that say what was gathered, once one was written.
+    #: Writes those of a kind that say what contents are, once one was written.
     told: dict[str, _Told] = field(default_factory=dict)
     #: Its shard has been named.
     named: bool = False
@@ -135,7 +132,7 @@ class Unit:
 
     def mine_of(self, digests: Digests) -> Digests:
         """Of digests of all pieces, those of this rank's shard."""
-        return [digests[at] for at in self.cut.mine_at]
+        return digests[self.cut.mine_at]
 
 
 class Follower:
@@ -177,13 +174,26 @@ class Follower:
         """Write a mark about a unit's parameters."""
         write = unit.forms.get(kind)
         if write is None:
-            write = unit.forms[kind] = self.recorder.form(kind, **self._common(unit))
+            write = unit.forms[kind] = self.recorder.late_form(kind, partial(self._common, unit))
         write(phase=phase, step=self.step, **fields)
 
-    def _common(self, unit: Unit) -> dict[str, Any]:
-        """What every mark about a unit's parameters says."""
+    def _writer(
+        self, kind: str, unit: Unit, make: Callable[..., dict[str, Any]], *about: Any
+    ) -> Callable[..., None]:
+        """What writes marks that also say what `make(unit, *about)` does; nothing in `about` may change."""
+        told = unit.told.get(kind)
+        if told is None or told.about != about:
+            common = partial(self._common, unit, make, *about)
+            told = unit.told[kind] = _Told(about, self.recorder.late_form(kind, common))
+        return told.write
+
+    def _common(
+        self, unit: Unit, make: Callable[..., dict[str, Any]] | None = None, *about: Any
+    ) -> dict[str, Any]:
+        """What every mark about a unit's parameters says, and what `make` adds."""
         layout = unit.buffer.layout
-        return {"library": self.library, "unit": unit.path, **unit.fields, "layout": layout}
+        common = {"library": self.library, "unit": unit.path, **unit.fields, "layout": layout}
+        return common if make is None else {**common, **make(unit, *about)}
 
     # ---- the shard ----------------------------------------------------------------------------------
 
@@ -206,13 +216,13 @@ class Follower:
                 self._name_shard(unit, memory)
             masters, seen = memory.masters, unit.seen
             as_kept = masters[0].dtype is dtype  # all of a buffer are of one dtype
-            state = _state(self.recorder, masters)
+            versions = self.recorder.versions(masters)
             is_told = as_kept or (phase == "backward" and unit.cast_dtype is dtype)
-            unit.unread = sent and is_told and seen is not None and seen.state == state
+            unit.unread = sent and is_told and seen is not None and seen.versions == versions
             if unit.unread and seen is not None:
                 held = seen.pieces
             else:
-                held = self._look(unit, memory, phase, state)
+                held = self._look(unit, memory, phase, versions)
             unit.is_cast = not as_kept
             if unit.cast_dtype is not dtype or not _alike(held, unit.cast_from):
                 unit.cast_dtype = dtype
@@ -232,18 +242,20 @@ class Follower:
             self.mark("shard-exchanged", unit, phase, exchanged=new)
 
     def stepped(self, unit: Unit, memory: Memory) -> None:
-        """An optimizer has made a step: learn what the shard holds now, so that a hidden write shows."""
+        """An optimizer has made a step: learn what it left in the shard, so that a hidden write shows."""
         if unit.seen is None:
             return
-        state = _state(self.recorder, memory.masters)
-        if state.writes != unit.seen.state.writes:
-            unit.seen = self._see(memory, state)
+        versions = self.recorder.versions(memory.masters)
+        if [writes for _, writes in versions] != [writes for _, writes in unit.seen.versions]:
+            left = self.recorder.digests_left(memory.shard())
+            seen = self._see(memory, versions) if left is None else _Seen(versions, left)
+            unit.seen = seen
 
-    def _look(self, unit: Unit, memory: Memory, phase: str, state: _State) -> Digests:
+    def _look(self, unit: Unit, memory: Memory, phase: str, versions: Versions) -> Digests:
         """Read the shard; a mark tells where it changed although nothing has written it."""
-        now, before = self._see(memory, state), unit.seen
+        now, before = self._see(memory, versions), unit.seen
         unit.seen = now
-        if before is None or before.state != state:
+        if before is None or before.versions != versions or _alike(before.pieces, now.pieces):
             return now.pieces
         changed = [
             {**_where(unit, piece), "before": as_field(old), "found": as_field(new)}
@@ -254,8 +266,8 @@ class Follower:
             self.mark("shard-changed", unit, phase, mismatch=changed)
         return now.pieces
 
-    def _see(self, memory: Memory, state: _State) -> _Seen:
-        return _Seen(state, self.recorder.digests(memory.shard()))
+    def _see(self, memory: Memory, versions: Versions) -> _Seen:
+        return _Seen(versions, self.recorder.digests(memory.shard()))
 
     def _name_shard(self, unit: Unit, memory: Memory) -> None:
         unit.named = True
@@ -274,11 +286,12 @@ class Follower:
         """The parameters were put together from what `read_shard` saw."""
         with self.recorder.quiet():
             self._look_at_gathered(unit, memory)
-            if unit.unread and not _alike(unit.mine_of(unit.arrived), unit.source):
+            mine = unit.mine_of(unit.arrived)
+            if unit.unread and not _alike(mine, unit.source):
                 # the shard was written past the dispatcher, or the gather is wrong
                 assert unit.seen is not None
-                self._cast(unit, memory, self._look(unit, memory, phase, unit.seen.state))
-            checked = self._checked(unit, unit.mine_of(unit.arrived))
+                self._cast(unit, memory, self._look(unit, memory, phase, unit.seen.versions))
+            checked = self._checked(unit, mine)
             self._sent(unit, memory, phase, checked["intact"])
             self._told("gather", unit, memory, phase, ranks, **checked)
 
@@ -295,7 +308,7 @@ class Follower:
         arrived = self.recorder.digests(memory.whole())
         if not _alike(arrived, unit.arrived):
             unit.arrived = arrived
-            unit.wholes = _joined_by(arrived, unit.cut.of_parts)
+            unit.wholes = unit.cut.parts.of(arrived)
         if unit.path is not None and not _alike(unit.wholes, unit.called):
             self.name_parameters(unit, memory, unit.wholes)
             unit.called = unit.wholes
@@ -314,7 +327,7 @@ class Follower:
 
     def _checked(self, unit: Unit, found: Digests) -> dict[str, Any]:
         """Whether this rank's segment is its shard, and the parameters where it is not."""
-        if None not in found and found == unit.source:
+        if _alike(found, unit.source):
             return {"intact": True}
         mismatch = [
             {
@@ -336,18 +349,17 @@ class Follower:
         if not (unit.is_cast or unit.offloaded):
             return
         source, destination = memory.masters[0], memory.gathered[0]
-        fields = {
-            **between(source, destination),
-            "bytes": unit.buffer.shard * destination.element_size(),
-            "source": as_field(end_to_end(unit.cast_from)),
-            "destination": as_field(end_to_end(unit.source)),
-            # what arrived tells that it was sent right, not what went wrong on the way
-            "intact": intact or None,
-        }
+        about = (
+            *(source.dtype, source.device, destination.dtype, destination.device),
+            *(unit.cast_from, unit.source),
+        )
+        # what arrived tells that it was sent right, not what went wrong on the way
+        fields = {"phase": phase, "step": self.step, "intact": intact or None}
         if unit.is_cast:
-            self.mark("cast", unit, phase, what="shard", **fields)
+            self._writer("cast", unit, _copy_fields, *about)(what="shard", **fields)
         if unit.offloaded:
-            self.mark("move", unit, phase, direction="load", blocking=unit.blocking, **fields)
+            moved = self._writer("move", unit, _copy_fields, *about)
+            moved(direction="load", blocking=unit.blocking, **fields)
 
     def _told(
         self,
@@ -359,28 +371,13 @@ class Follower:
         **fields: Any,
     ) -> None:
         unit.nth[kind] = unit.nth.get(kind, 0) + 1
-        told = unit.told.get(kind)
-        if told is None or told.arrived is not unit.arrived or told.source is not unit.source:
-            first = memory.gathered[0]
-            write = self.recorder.form(
-                kind,
-                **self._common(unit),
-                rank=unit.buffer.rank,
-                bytes=unit.buffer.size * first.element_size(),
-                dtype=dtype_name(first.dtype),
-                device=str(first.device),
-                padding=unit.buffer.padding,
-                **_shard_fields(unit),
-                **(_gathered_fields(unit) if kind == "gather" else {}),
-            )
-            told = unit.told[kind] = _Told(unit.arrived, unit.source, write)
-        told.write(
-            phase=phase,
-            step=self.step,
-            nth=unit.nth[kind],
-            ranks=None if ranks is None else list(ranks),
-            **fields,
+        first = memory.gathered[0]
+        of_all = (unit.arrived, unit.wholes) if kind == "gather" else ()
+        members = None if ranks is None else tuple(ranks)
+        write = self._writer(
+            kind, unit, _gather_fields, first.dtype, first.device, members, unit.source, *of_all
         )
+        write(phase=phase, step=self.step, nth=unit.nth[kind], **fields)
 
     # ---- giving it back -----------------------------------------------------------------------------
 
@@ -391,23 +388,15 @@ class Follower:
             return  # gathered before this was recorded, or given back already
         with self.recorder.quiet():
             changed = self._changed(unit, memory, phase)
-        lost = any(not each["written_back"] for each in changed)
         first = gathered[0]
-        fields: dict[str, Any] = {}
+        fields: dict[str, Any] = {"phase": phase, "step": self.step}
         if changed:
             fields["changed"] = changed
         if rebound:
             fields["rebound"] = list(rebound)
-        self.mark(
-            "reshard",
-            unit,
-            phase,
-            nth=unit.nth.get("gather", 0),
-            bytes=unit.buffer.size * first.element_size(),
-            device=str(first.device),
-            intact=not lost and not rebound,
-            **fields,
-        )
+        lost = any(not each["written_back"] for each in changed)
+        write = self._writer("reshard", unit, _held_fields, first.dtype, first.device)
+        write(nth=unit.nth.get("gather", 0), intact=not lost and not rebound, **fields)
         if unit.offloaded:
             moved = {**between(first, memory.masters[0]), "bytes": 0}
             self.mark("move", unit, phase, direction="drop", **moved)
@@ -418,9 +407,7 @@ class Follower:
         if _alike(found, unit.arrived):
             return []
         changed: list[dict[str, Any]] = []
-        wholes = zip(
-            unit.buffer.parts, unit.wholes, _joined_by(found, unit.cut.of_parts), strict=True
-        )
+        wholes = zip(unit.buffer.parts, unit.wholes, unit.cut.parts.of(found), strict=True)
         for number, (part, before, now) in enumerate(wholes):
             if same(before, now) is not False:
                 continue
@@ -451,56 +438,83 @@ class Follower:
 
     def freed(self, unit: Unit, phase: str, bytes_: int, device: str, what: str) -> None:
         """A storage was resized to nothing."""
-        if bytes_:
-            self.recorder.mark(
+        if not bytes_:
+            return
+        form = f"free {what} on {device}"
+        write = unit.forms.get(form)
+        if write is None:
+            write = unit.forms[form] = self.recorder.form(
                 "free",
                 library=self.library,
                 unit=unit.path,
-                phase=phase,
-                step=self.step,
                 buffer=unit.buffer.name,
                 what=what,
-                bytes=bytes_,
                 device=device,
             )
+        write(phase=phase, step=self.step, bytes=bytes_)
 
 
-def _state(recorder: RecorderLike, masters: Sequence[Any]) -> _State:
-    return _State(
-        tuple(storage_id(master) for master in masters),
-        tuple(recorder.writes(master) for master in masters),
-    )
-
-
-def _shard_fields(unit: Unit) -> dict[str, Any]:
-    """What marks say of this rank's shard, in the dtype that is gathered."""
+def _copy_fields(
+    unit: Unit,
+    source_dtype: torch.dtype,
+    source_device: torch.device,
+    dtype: torch.dtype,
+    device: torch.device,
+    source: Digests,
+    destination: Digests,
+) -> dict[str, Any]:
+    """What marks say of a shard that was copied."""
     return {
-        "shard": as_field(end_to_end(unit.source)),
-        "own": [
-            [piece.part, piece.offset, piece.size, raw_field(sent)]
-            for piece, sent in zip(unit.cut.mine, unit.source, strict=True)
-            if sent is not None
-        ],
+        "source_dtype": dtype_name(source_dtype),
+        "destination_dtype": dtype_name(dtype),
+        "source_device": str(source_device),
+        "destination_device": str(device),
+        "bytes": unit.buffer.shard * dtype.itemsize,
+        "source": as_field(end_to_end(source)),
+        "destination": as_field(end_to_end(destination)),
     }
 
 
-def _gathered_fields(unit: Unit) -> dict[str, Any]:
-    """What marks say of what was gathered."""
-    segments = _joined_by(unit.arrived, unit.cut.of_ranks)
+def _held_fields(unit: Unit, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """What marks say of the memory that was gathered into."""
+    return {"bytes": unit.buffer.size * dtype.itemsize, "device": str(device)}
+
+
+def _gather_fields(
+    unit: Unit,
+    dtype: torch.dtype,
+    device: torch.device,
+    ranks: tuple[int, ...] | None,
+    source: Digests,
+    arrived: Digests | None = None,
+    wholes: Digests = (),
+) -> dict[str, Any]:
+    """What marks say of what was gathered, and of this rank's shard in the dtype of that."""
+    fields = {
+        **_held_fields(unit, dtype, device),
+        "rank": unit.buffer.rank,
+        "ranks": None if ranks is None else list(ranks),
+        "dtype": dtype_name(dtype),
+        "padding": unit.buffer.padding,
+        "shard": as_field(end_to_end(source)),
+        "own": [
+            [piece.part, piece.offset, piece.size, raw_field(sent)]
+            for piece, sent in zip(unit.cut.mine, source, strict=True)
+            if sent is not None
+        ],
+    }
+    if arrived is None:
+        return fields
     return {
-        "segments": [as_field(segment) for segment in segments],
-        "wholes": [None if whole is None else raw_field(whole) for whole in unit.wholes],
+        **fields,
+        "segments": [as_field(segment) for segment in unit.cut.shards.of(arrived)],
+        "wholes": [None if whole is None else raw_field(whole) for whole in wholes],
     }
 
 
 def _where(unit: Unit, piece: Piece) -> dict[str, Any]:
     name = None if piece.part is None else unit.buffer.parts[piece.part].name
     return {"parameter": name, "offset": piece.offset, "numel": piece.size}
-
-
-def _joined_by(found: Digests, groups: Sequence[Sequence[int]]) -> Digests:
-    """What the pieces of each group, given as places in `found`, are end to end."""
-    return [end_to_end([found[at] for at in places]) for places in groups]
 
 
 def _alike(one: Digests, other: Digests) -> bool:

@@ -6,7 +6,8 @@ Hook points (torch 2.13): `torch/distributed/fsdp/_fully_shard/_fsdp_param_group
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 from weakref import WeakKeyDictionary
@@ -60,6 +61,7 @@ class _Group:
 
     Attributes:
         path: Where its module is in the model.
+        process_group: In which it gathers; not held, since a program may destroy it.
         ranks: The ranks that gather together; `rank` is this one's number among them.
         partly: It gathers what was kept after a forward, not the shards that the optimizer writes.
         buffers: What is known of each, and of which parameters it is.
@@ -68,6 +70,7 @@ class _Group:
     """
 
     path: str | None
+    process_group: Callable[[], Any]
     ranks: tuple[int, ...] | None
     rank: int
     partly: bool
@@ -147,17 +150,24 @@ class GroupWatcher:
 
     def _state(self, group: Any) -> _Group | None:
         """What is known of a group as it is sharded now; None for one of another thread's recorder."""
-        if not self._follower.is_mine(known=group in self._groups):
+        state = self._groups.get(group)
+        if not self._follower.is_mine(known=state is not None):
             return None
-        path, (ranks, rank) = self._recorder.clean_path(group.modules[0]), _ranks(group)
+        path, process_group = self._recorder.clean_path(group.modules[0]), _process_group(group)
+        if state is not None and state.path == path and state.process_group() is process_group:
+            return state
+        ranks, rank = _ranks(process_group)
         known = self._known.setdefault(group, {})
-        if (path, ranks, rank) not in known:
+        state = known.get((path, ranks, rank))
+        if state is None:
             partly = bool(group.is_sharded_post_forward)
-            known[path, ranks, rank] = state = _Group(path, ranks, rank, partly)
+            state = _Group(path, _reference(process_group), ranks, rank, partly)
+            known[path, ranks, rank] = state
             with self._recorder.quiet():
                 state.buffers = self._cut(group, state)
-        self._groups[group] = known[path, ranks, rank]
-        return self._groups[group]
+        state.process_group = _reference(process_group)
+        self._groups[group] = state
+        return state
 
     def _cut(self, group: Any, state: _Group) -> list[_Buffer]:
         by_dtype: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
@@ -280,9 +290,19 @@ def _exchanged(memory: EachMemory) -> list[str]:
     return found
 
 
-def _ranks(group: Any) -> tuple[tuple[int, ...] | None, int]:
-    """Global ranks that gather together now, and this one's number among them."""
+def _process_group(group: Any) -> Any:
+    """The process group in which a group gathers now; None where it is replicated, and nothing is sharded."""
     if not hasattr(group.mesh_info, "shard_process_group"):
-        return None, 0  # replicated: nothing is sharded
-    process_group = group._all_gather_process_group
+        return None
+    return group._all_gather_process_group
+
+
+def _reference(process_group: Any) -> Callable[[], Any]:
+    return weakref.ref(process_group) if process_group is not None else lambda: None
+
+
+def _ranks(process_group: Any) -> tuple[tuple[int, ...] | None, int]:
+    """Global ranks that gather together, and this one's number among them."""
+    if process_group is None:
+        return None, 0
     return tuple(dist.get_process_group_ranks(process_group)), process_group.rank()

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from opdrift.composition import Joints
 from opdrift_integrations.layouts import Buffer
 
 
@@ -72,17 +73,16 @@ class Cut:
         pieces: All of it, in the order in which memory has them.
         mine: The pieces of this rank's shard.
         mine_at: Where they are among `pieces`.
-        of_parts: Of each parameter, where its pieces are among `pieces`.
-        of_ranks: Of each rank, where those of its shard are.
+        parts: Joins the pieces of each parameter; `shards` those of each rank's shard.
         sizes: Of the pieces; `mine_sizes` of those of this rank's shard, `part_sizes` of those of each parameter.
     """
 
     buffer: Buffer
     pieces: tuple[Piece, ...]
     mine: tuple[Piece, ...]
-    mine_at: tuple[int, ...]
-    of_parts: tuple[tuple[int, ...], ...]
-    of_ranks: tuple[tuple[int, ...], ...]
+    mine_at: slice
+    parts: Joints
+    shards: Joints
     sizes: tuple[int, ...]
     mine_sizes: tuple[int, ...]
     part_sizes: tuple[tuple[int, ...], ...]
@@ -91,30 +91,35 @@ class Cut:
 def cut(buffer: Buffer) -> Cut:
     """Cut a buffer into the pieces by which it is compared."""
     pieces = pieces_of(buffer)
-    of_parts = _grouped([piece.part for piece in pieces], len(buffer.parts))
-    of_ranks = _grouped([piece.owner for piece in pieces], buffer.ranks)
+    of_parts = _places([piece.part for piece in pieces], len(buffer.parts))
+    of_ranks = _places([piece.owner for piece in pieces], buffer.ranks)
     mine_at = of_ranks[buffer.rank]
     sizes = tuple(piece.size for piece in pieces)
     return Cut(
         buffer,
         pieces,
-        tuple(pieces[at] for at in mine_at),
+        pieces[mine_at],
         mine_at,
-        of_parts,
-        of_ranks,
+        Joints(sizes, of_parts),
+        Joints(sizes, of_ranks),
         sizes,
-        tuple(sizes[at] for at in mine_at),
-        tuple(tuple(sizes[at] for at in places) for places in of_parts),
+        sizes[mine_at],
+        tuple(sizes[places] for places in of_parts),
     )
 
 
-def _grouped(numbers: Sequence[int | None], count: int) -> tuple[tuple[int, ...], ...]:
-    """Where each number from 0 to `count` is among these."""
+def _places(numbers: Sequence[int | None], count: int) -> list[slice]:
+    """Where each number from 0 to `count` is among these; each comes at even steps."""
     places: list[list[int]] = [[] for _ in range(count)]
     for at, number in enumerate(numbers):
         if number is not None:
             places[number].append(at)
-    return tuple(map(tuple, places))
+    found = []
+    for each in places:
+        step = each[1] - each[0] if len(each) > 1 else 1
+        found.append(slice(each[0], each[-1] + 1, step) if each else slice(0, 0))
+        assert len(range(*found[-1].indices(len(numbers)))) == len(each)
+    return found
 
 
 #: A tensor, and of how many elements each piece is that follows in it.

@@ -41,9 +41,9 @@ class Library:
     """(rows address, data address, outer, batch, inner, kind, value id); without the GIL."""
     raw: Callable[[int, int, int], int]
     """(data address, components, kind): the digest alone; without the GIL."""
-    raws: Callable[[Sequence[int], Sequence[int], Sequence[int]], Sequence[int]]
+    raws: Callable[[Sequence[int], Sequence[int], Sequence[int]], array[int]]
     """(data addresses, components, kinds): the digests alone; without the GIL."""
-    bfloat16_raws: Callable[[Sequence[int], Sequence[int]], Sequence[int] | None]
+    bfloat16_raws: Callable[[Sequence[int], Sequence[int]], array[int] | None]
     """(data addresses, components): what float32 is as bfloat16, None if NaNs are among them; without the GIL."""
     columns: Callable[[int, int, Any], None]
     """(rows address, rows, `columns._Places`): rows as columns; without the GIL."""
@@ -142,13 +142,13 @@ def _open(build: str) -> Library:
 
 def _many(
     fill: Callable[[int, int, int, int, int], None],
-) -> Callable[[Sequence[int], Sequence[int], Sequence[int]], Sequence[int]]:
-    def raws(
-        addresses: Sequence[int], lengths: Sequence[int], kinds: Sequence[int]
-    ) -> Sequence[int]:
-        at, n, of = array("q", addresses), array("q", lengths), array("q", kinds)
-        found = array("Q", bytes(8 * len(at)))
-        fill(_begin(at), _begin(n), _begin(of), len(at), _begin(found))
+) -> Callable[[Sequence[int], Sequence[int], Sequence[int]], array[int]]:
+    def raws(addresses: Sequence[int], lengths: Sequence[int], kinds: Sequence[int]) -> array[int]:
+        # in one piece: to make an array takes as long as to read a small tensor
+        count = len(addresses)
+        given, found = array("q", [*addresses, *lengths, *kinds]), array("Q", bytes(8 * count))
+        at = _begin(given)
+        fill(at, at + 8 * count, at + 16 * count, count, _begin(found))
         return found
 
     return raws
@@ -156,11 +156,12 @@ def _many(
 
 def _many_as_bfloat16(
     fill: Callable[[int, int, int, int], int],
-) -> Callable[[Sequence[int], Sequence[int]], Sequence[int] | None]:
-    def raws(addresses: Sequence[int], lengths: Sequence[int]) -> Sequence[int] | None:
-        at, n = array("q", addresses), array("q", lengths)
-        found = array("Q", bytes(8 * len(at)))
-        return found if fill(_begin(at), _begin(n), len(at), _begin(found)) else None
+) -> Callable[[Sequence[int], Sequence[int]], array[int] | None]:
+    def raws(addresses: Sequence[int], lengths: Sequence[int]) -> array[int] | None:
+        count = len(addresses)
+        given, found = array("q", [*addresses, *lengths]), array("Q", bytes(8 * count))
+        at = _begin(given)
+        return found if fill(at, at + 8 * count, count, _begin(found)) else None
 
     return raws
 

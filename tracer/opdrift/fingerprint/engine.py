@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
@@ -60,9 +61,9 @@ class Engine:
     """(rows address, data address, outer, batch, inner, kind, value id): one row per item [:, b, :]"""
     raw: Callable[[int, int, int], int]
     """(data address, components, kind): the digest alone"""
-    raws: Callable[[Sequence[int], Sequence[int], Sequence[int]], Sequence[int]]
+    raws: Callable[[Sequence[int], Sequence[int], Sequence[int]], array[int]]
     """(data addresses, components, kinds): the digests alone of many contents"""
-    bfloat16_raws: Callable[[Sequence[int], Sequence[int]], Sequence[int] | None]
+    bfloat16_raws: Callable[[Sequence[int], Sequence[int]], array[int] | None]
     """(data addresses, components): what contents of float32 are as bfloat16; None if there are NaNs among them"""
     columns: Callable[[npt.NDArray[Any]], Columns]
     """Contiguous rows as the columns of the table `tensors`"""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -119,14 +120,14 @@ def _empty_row() -> NDArray[np.void]:
 _EMPTY_ROW: Final = _empty_row()
 
 
-def raws(addresses: Sequence[int], lengths: Sequence[int], kinds: Sequence[int]) -> Sequence[int]:
+def raws(addresses: Sequence[int], lengths: Sequence[int], kinds: Sequence[int]) -> array[int]:
     """The digests of many contents."""
-    return list(map(raw, addresses, lengths, kinds))
+    return array("Q", map(raw, addresses, lengths, kinds))
 
 
-def bfloat16_raws(addresses: Sequence[int], lengths: Sequence[int]) -> Sequence[int] | None:
+def bfloat16_raws(addresses: Sequence[int], lengths: Sequence[int]) -> array[int] | None:
     """What contents of float32 are as bfloat16; None if NaNs are among them, as the compiled core has it."""
-    found = []
+    found = array("Q")
     for address, n in zip(addresses, lengths, strict=True):
         bits = _memory(address, 4 * n).view("<u4")
         if np.any(bits & 0x7FFFFFFF > 0x7F800000):
