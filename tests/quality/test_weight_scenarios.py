@@ -177,7 +177,7 @@ def loading(left: dict[str, Tensor], right: dict[str, Tensor]) -> Pair:
 @diverges(
     "0.weight",
     cause="weights",
-    says=("the left run loaded them, the right run never did",),
+    says=("the left run loaded them in its recording, the right run did not",),
     origins=1,
 )
 def the_keys_have_a_prefix_and_nothing_is_loaded() -> Pair:

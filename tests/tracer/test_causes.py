@@ -166,7 +166,7 @@ def test_a_parameter_overwritten_during_the_run_names_the_write():
     assert (found.slug, found.confidence) == ("weights", "certain")
     assert says(
         found,
-        "fc.weight was drawn at random again in the right run",
+        "the right run drew it at random again, the left run kept what both had before",
         "op 1 (aten.uniform_.default)",
     )
 

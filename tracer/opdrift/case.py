@@ -18,6 +18,7 @@ from opdrift.regions import Regions
 from opdrift.replacements import Replacement, replacements
 from opdrift.samples import OneSample, SampleContents, SampleViews
 from opdrift.settings import argument_differences, describe
+from opdrift.starts import Starts
 from opdrift.tracefile.columns import Ints
 from opdrift.tracefile.fingerprints import Fingerprint
 from opdrift.tracefile.reader import Trace
@@ -96,6 +97,11 @@ class Side:
     def lineage(self) -> Lineage:
         """Where contents came from."""
         return Lineage(self.trace)
+
+    @cached_property
+    def starts(self) -> Starts:
+        """What the run starts from."""
+        return Starts(self.contents, self.leaves, self.lineage)
 
     @cached_property
     def replaced(self) -> dict[int, Replacement]:

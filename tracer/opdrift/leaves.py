@@ -98,6 +98,12 @@ class LeafTable:
                 found[leaf.name].append(leaf)
         return found
 
+    @cached_property
+    def shards(self) -> dict[str, Leaf]:
+        """By name the first row of this rank's part of a parameter that is gathered."""
+        rows = self._contents.trace.leaves
+        return {leaf.name: leaf for leaf in reversed(rows) if leaf.kind == "shard"}
+
     def of(self, value: int) -> list[Leaf]:
         """Leaf rows that a value is, or is a view of."""
         return self.by_state.get(int(self._contents.states.of[value]), [])

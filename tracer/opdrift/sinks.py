@@ -417,7 +417,8 @@ def _made_in_both(contents: Contents, value: int, partner: Ints) -> tuple[int, i
     first = state
     for _ in range(_LOOK_BACK):
         op, earlier = int(states.writer[state]), int(states.before[state])
-        if op >= 0 and partner[op] >= 0:
+        # who hands out memory makes no content
+        if op >= 0 and partner[op] >= 0 and not contents.tokens.uninitialised[op]:
             return op, int(contents.root_slot[contents.value_of_state(state)]), state != first
         if earlier < 0:
             break

@@ -10,10 +10,12 @@ from typing import Any, TypeVar
 import numpy as np
 
 from opdrift.case import Case, Side
+from opdrift.compare import is_cast
 from opdrift.origins.kinds import computes
 from opdrift.origins.leaves import leaf_pairs
 from opdrift.origins.model import Origin
 from opdrift.origins.search import random_draws
+from opdrift.pairs import EQUAL
 from opdrift.records import (
     COMPILED,
     ArgumentDifference,
@@ -21,6 +23,7 @@ from opdrift.records import (
     Cause,
     Confidence,
     EnvironmentDifference,
+    Leaf,
     Mark,
     Op,
     Sides,
@@ -68,21 +71,35 @@ class Shared:
 
     @cached_property
     def model_leaves(self) -> tuple[int, int, list[str]]:
-        """How many parameters and buffers both runs have, how many differ, and the names of the others."""
-        names: dict[str, bool] = {}
-        pairs = [(a, b) for a, b in leaf_pairs(self.case) if a.kind in ("parameter", "buffer")]
-        # what is gathered again is what training made of it
-        first = {a.name: a for a, _ in reversed(pairs)}
-        pairs = [(a, b) for a, b in pairs if a.when != "gather" or a is first[a.name]]
+        """How many parameters and buffers both runs have, how many differ, and the names of those that are equal.
+
+        What is another one in another type is neither.
+        """
+        pairs = {
+            pair.leaf.left.name: pair.leaf
+            for pair in reversed(list(leaf_pairs(self.case)))
+            if pair.leaf.left.kind in ("parameter", "buffer")
+        }
         if not pairs:
             return 0, 0, []
-        left = np.array([a.value for a, _ in pairs])
-        right = np.array([b.value for _, b in pairs])
+        left = np.array([pair.left.value for pair in pairs.values()])
+        right = np.array([pair.right.value for pair in pairs.values()])
         status = self.case.compared.status(left, right)
-        for (a, _), equal in zip(pairs, (status == 1).tolist(), strict=True):
-            names[a.name] = names.get(a.name, True) and equal
-        equal_names = [name for name, equal in names.items() if equal]
-        return len(names), len(names) - len(equal_names), equal_names
+        equal = [n for n, found in zip(pairs, status.tolist(), strict=True) if found == EQUAL]
+        cast = sum(self._are_casts(pairs[name]) for name in pairs.keys() - set(equal))
+        return (
+            len(pairs),
+            len(pairs) - len(equal) - cast,
+            [n for n in reversed(pairs) if n in set(equal)],
+        )
+
+    def _are_casts(self, pair: Sides[Leaf]) -> bool:
+        """Whether a tensor is the other one in another type."""
+        a = self.case.left.fingerprint(pair.left.value)
+        b = self.case.right.fingerprint(pair.right.value)
+        if a is None or b is None or (a.code, a.fp8) == (b.code, b.fp8):
+            return False
+        return is_cast(a, b) is True or is_cast(b, a) is True
 
 
 def _is_compiled(side: Side) -> bool:

@@ -14,6 +14,7 @@ from opdrift import components
 from opdrift.case import Side
 from opdrift.causes.evidence import SIDES, Evidence, cause, counted, some, tally
 from opdrift.causes.likeness import Kind
+from opdrift.causes.loaded import Ways, both_wrote, held, how_drawn, one_run_wrote
 from opdrift.causes.memory import is_optimised, left_behind, left_behind_words
 from opdrift.causes.relations import Relations, common, moved_words
 from opdrift.compare import Difference, describe, difference, number
@@ -42,36 +43,28 @@ def weights(e: Evidence) -> Cause | None:
     members = _members(e)
     headline = _headline(e, leaf)
     equal = e.shared.model_leaves[2]
-    drawn, all_drawn = _drawn(e, members)
+    ways = Ways(e, members)
     sizes = _sizes(e, members)
-    how = _how(e, members, sizes, drawn=bool(drawn))
+    how = _how(e, members, sizes, ways)
     evidence = [
         *how.evidence,
         *_left_behind(e),
         _under_one_prefix(e.origin.names, equal),
-        *drawn,
+        *how_drawn(ways),
         *_dropped(e),
         *sizes.words,
         sizes.drawn_words if how.never_loaded else "",
         *relations.tie_words(e.origin.names),
-        _constant_fills(e, equal) if how.never_loaded else "",
+        _constant_fills(e, equal, ways) if how.never_loaded else "",
         *_transfers(e),
     ]
-    if all_drawn:
-        where = f"in the {all_drawn[0]} run " if len(all_drawn) == 1 else ""
-        summary = f"{headline}; {where}each was last written by a random draw, none by a copy from a checkpoint"
-    elif drawn:
-        summary = (
-            f"{headline}; some were last written by a random draw, not by a copy from a checkpoint"
-        )
-    else:
-        summary = f"{headline}; {_agreeing(e, how.words)}"
+    summary = f"{headline}; {_agreeing(e, how.words)}"
     remedy = _seed_remedy(e, members) + _load_remedy(e) if how.never_loaded else how.remedy
     return cause("weights", "certain", summary, evidence, remedy)
 
 
 def _headline(e: Evidence, leaf: Leaf) -> str:
-    total, differing = e.shared.model_leaves[0], _differing(e)
+    total, differing, _ = e.shared.model_leaves
     if not leaf.name or not total:
         return f"the weight {leaf.name or 'without a name'} differs"
     return (
@@ -80,16 +73,11 @@ def _headline(e: Evidence, leaf: Leaf) -> str:
     )
 
 
-def _differing(e: Evidence) -> int:
-    """How many tensors of the model differ; 0 where none has a name."""
-    if e.origin.region.left or e.origin.region.right:
-        return len(e.origin.names)  # what they were on entry does not count
-    return e.shared.model_leaves[1]
-
-
 def _agreeing(e: Evidence, words: str) -> str:
     """How weights differ, after the headline: "they", or of a single one its two contents."""
-    return words if _differing(e) > 1 else re.sub("^they ", "its two contents ", words)
+    if e.shared.model_leaves[1] > 1:
+        return words
+    return re.sub(r"\bthem\b", "it", re.sub("^they ", "its two contents ", words))
 
 
 _SAME_CHECKPOINT: Final = "Load the same checkpoint in both runs: compare the paths and checksums of what torch.load reads, and record again."
@@ -109,7 +97,7 @@ class _How:
     never_loaded: bool = False
 
 
-def _how(e: Evidence, members: Sequence[Sides[Leaf | None]], sizes: _Sizes, *, drawn: bool) -> _How:
+def _how(e: Evidence, members: Sequence[Sides[Leaf | None]], sizes: _Sizes, ways: Ways) -> _How:
     """In which way weights differ: the first that explains most of them."""
     relations = e.shared.once(Relations)
     moved = relations.moved(members)
@@ -120,10 +108,13 @@ def _how(e: Evidence, members: Sequence[Sides[Leaf | None]], sizes: _Sizes, *, d
             " two assignments are mixed up.",
             ("their digests are equal bit for bit",),
         )
-    if drawn:
-        return _How("", never_loaded=True)
-    if (loaded := _loaded_in_one_run(e, members)) is not None:
-        return loaded
+    one = one_run_wrote(e, ways)
+    if one is not None:
+        words, evidence, number = one
+        return _How(words, evidence=evidence, never_loaded=ways.sides[number][0].way == "loaded")
+    if (fresh := _fresh(ways)) is not None:
+        return fresh
+    both = both_wrote(e, ways)
     way = common([f for f in relations.likenesses(members) if f.kind != "constant"])
     if way is not None and way[0] in _WAYS:
         kind, found = way
@@ -136,8 +127,11 @@ def _how(e: Evidence, members: Sequence[Sides[Leaf | None]], sizes: _Sizes, *, d
             (
                 found[0].words
                 + (f" ({len(found)} of {len(members)} alike)" if len(members) > 1 else ""),
+                *(both[1] if both is not None else ()),
             ),
         )
+    if both is not None and way is None:
+        return _How(both[0], evidence=both[1])
     if sizes.independent:
         return _How(
             "they are independent random numbers, as if a checkpoint never reached them",
@@ -158,24 +152,22 @@ def _how(e: Evidence, members: Sequence[Sides[Leaf | None]], sizes: _Sizes, *, d
     return _How("the runs were given different weights")
 
 
-def _loaded_in_one_run(e: Evidence, members: Sequence[Sides[Leaf | None]]) -> _How | None:
-    """One run copied all of them from elsewhere before it used them, the other kept what it had on entry."""
-    region = e.origin.region.left, e.origin.region.right
-    if bool(region[0]) == bool(region[1]):
+def _fresh(ways: Ways) -> _How | None:
+    """Words for what a run drew and no checkpoint reached."""
+    fresh = [SIDES[n] for n in (0, 1) if ways.is_fresh(n)]
+    if fresh:
+        where = f"in the {fresh[0]} run " if len(fresh) == 1 else ""
+        every = [h.made.kind for n in (0, 1) if SIDES[n] in fresh for h in ways.sides[n]]
+        if set(every) == {"drawn"}:
+            words = "each was last written by a random draw, none by a copy from a checkpoint"
+        else:
+            words = "each was last drawn at random or filled with a constant, none was copied from a checkpoint"
+        return _How(where + words, never_loaded=True)
+    drawn = [f"{len(ways.drawn(n))} in the {SIDES[n]} run" for n in (0, 1) if ways.drawn(n)]
+    if not drawn:
         return None
-    number = 0 if region[0] else 1
-    name, side, _ = e.sides[number]
-    made = _provenances(e, members)
-    kinds = [{p.kind for p in each} for each in (made.left, made.right)]
-    if kinds[number] != {"copied"} or kinds[1 - number] != {"leaf"}:
-        return None
-    other = SIDES[1 - number]
     return _How(
-        f"the {name} run loaded them, the {other} run never did",
-        evidence=(
-            f"{name}: {side.place(region[number][0])} copied into it before it was first read",
-            f"{other}: no op wrote into it: it is what it was when the recording began",
-        ),
+        f"some were last written by a random draw, not by a copy from a checkpoint: {' and '.join(drawn)}",
         never_loaded=True,
     )
 
@@ -312,7 +304,7 @@ def buffer_state(e: Evidence) -> Cause | None:
     )
     evidence = [
         f"{some(names, 6)} ({differing} of {counted(total, 'tensor')} of the model differ)",
-        *_drawn(e, _members(e))[0],
+        *how_drawn(Ways(e, _members(e))),
         *_casts(e),
         *_left_behind(e),
         *sizes.words,
@@ -340,37 +332,6 @@ def _provenances(e: Evidence, members: Sequence[Sides[Leaf | None]]) -> Sides[li
     left = [e.case.left.lineage.of(m.left.value) for m in members if m.left is not None]
     right = [e.case.right.lineage.of(m.right.value) for m in members if m.right is not None]
     return Sides(left, right)
-
-
-def _drawn(e: Evidence, members: Sequence[Sides[Leaf | None]]) -> tuple[list[str], list[str]]:
-    """How the leaves came to be, where the trace saw it; and which runs drew all of them."""
-    found: list[str] = []
-    every: list[str] = []
-    made = _provenances(e, members)
-    for name, all_ in (("left", made.left), ("right", made.right)):
-        drawn = [p for p in all_ if p.kind == "drawn"]
-        if not drawn:
-            continue
-        if len(drawn) == len(all_):
-            every.append(name)
-        ops = ", ".join(f"{op} ({n})" for op, n in tally(p.first_op for p in drawn))
-        copied = sum(1 for p in all_ if p.kind in ("copied", "leaf"))
-        generator = _seeding(drawn)
-        copies = "none was copied from a checkpoint" if not copied else f"{copied} were copied"
-        found.append(
-            f"{name}: {len(drawn)} of these {len(all_)} were last written by {ops}{generator}; {copies}"
-        )
-    return found, every
-
-
-def _seeding(drawn: Sequence[Provenance]) -> str:
-    """What is known of the seed that numbers were drawn with."""
-    seeded, seeds = {p.seeded for p in drawn}, sorted({p.seed for p in drawn if p.seed is not None})
-    if seeded == {False}:
-        return " from a generator that nobody seeded"
-    if seeded == {True}:
-        return f" from a generator seeded with {some([str(seed) for seed in seeds])}"
-    return ""
 
 
 class _Sizes:
@@ -463,17 +424,19 @@ def _common_path(names: Sequence[str]) -> str:
     return ".".join(shared)
 
 
-def _constant_fills(e: Evidence, equal: Sequence[str]) -> str:
-    """Equal tensors that hold one number, as a fresh model's norms and biases do, and were not seen copied."""
-    left, right = e.case.left, e.case.right
+def _constant_fills(e: Evidence, equal: Sequence[str], ways: Ways) -> str:
+    """Equal tensors that hold one number, as a fresh model's norms and biases do, and that a run loaded no more than these."""
+    sides = e.case.left, e.case.right
+    # who is known, or taken, not to have loaded what differs
+    without = [n for n in (0, 1) if ways.sides[n] and ways.sides[n][0].way in ("fresh", "kept")]
     constant = []
     for name in equal:
-        rows = left.leaves.by_name.get(name), right.leaves.by_name.get(name)
-        if not rows[0] or not rows[1]:
+        starts = [side.starts.of(name) for side in sides]
+        found = [s and held(side, s.leaf) for side, s in zip(sides, starts, strict=True)]
+        print_ = sides[0].fingerprint(starts[0].leaf.value) if starts[0] is not None else None
+        if print_ is None or print_.n <= 1 or print_.min != print_.max:
             continue
-        print_ = left.fingerprint(rows[0][0].value)
-        made = left.lineage.of(rows[0][0].value).kind, right.lineage.of(rows[1][0].value).kind
-        if print_ and print_.n > 1 and print_.min == print_.max and made != ("copied", "copied"):
+        if any((own := found[n]) and own.way == ways.sides[n][0].way for n in without):
             constant.append(name)
     if not constant:
         return ""

@@ -131,7 +131,11 @@ def notes_of(case: Case, found: Found, *, samples: tuple[int, int] | None) -> tu
     if found.unused:
         told = {name for origin in found.origins for name in origin.names}
         names = list(
-            dict.fromkeys(a.name for a, _ in found.unused if a.name and a.name not in told)
+            dict.fromkeys(
+                name
+                for name in (pair.left.name for pair in found.unused)
+                if name and name not in told
+            )
         )
         if names:
             verbs = "differ but have" if len(names) > 1 else "differs but has"

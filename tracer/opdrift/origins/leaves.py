@@ -3,38 +3,60 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from opdrift.case import Case, Side
 from opdrift.leaves import Use, match_rows
-from opdrift.origins.model import Origin
+from opdrift.origins.model import NO_OPS, Origin
 from opdrift.pairs import DIFFERENT, EQUAL
 from opdrift.records import Leaf, Sides
 from opdrift.shards import differently_sharded, parts_not_followed
-
-#: Ways in which a parameter may have been made during the run and still count as what the run started from.
-_MADE_BEFORE_USE = frozenset(["drawn", "filled", "copied", "leaf", "uninitialised"])
-#: Writes that are followed from what a parameter was on entry to what is read: an initialisation, a load.
-_WRITES = 8
+from opdrift.starts import MADE_BEFORE_USE, Start
 
 
-def leaf_pairs(case: Case) -> Iterator[tuple[Leaf, Leaf]]:
-    """Rows of leaves with the same name on both sides.
+@dataclass(frozen=True, slots=True)
+class LeafPair:
+    """Rows of one name on both sides.
 
-    A buffer that only one run replaced before its use (by a cast one) is paired with the other's as it is.
+    Attributes:
+        leaf: The rows, with the contents that count.
+        writers: Per side, the ops that wrote these after the rows were met.
     """
+
+    leaf: Sides[Leaf]
+    writers: Sides[tuple[int, ...]] = NO_OPS
+
+
+def leaf_pairs(case: Case) -> Iterator[LeafPair]:
+    """Rows of leaves with the same name on both sides; of parameters and buffers first what the runs start from."""
     words = case.left.contents.by_place, case.right.contents.by_place
     apart = not_followed(case)
     for name, rows in case.left.leaves.by_name.items():
         others = case.right.leaves.by_name.get(name)
         if not others or name in apart:
             continue
-        yield from match_rows(rows, others, words)[0]
-        if len(rows) != len(others) and rows[-1].kind == others[-1].kind == "buffer":
-            yield rows[-1], others[-1]
+        starts = case.left.starts.of(name), case.right.starts.of(name)
+        if starts[0] is not None and starts[1] is not None:
+            left, right = _of_one_type(case, starts[0], starts[1])
+            yield LeafPair(Sides(left.leaf, right.leaf), Sides(left.writers, right.writers))
+            rows, others = list(starts[0].later), list(starts[1].later)
+        if rows and others:
+            for a, b in match_rows(rows, others, words)[0]:
+                yield LeafPair(Sides(a, b))
+
+
+def _of_one_type(case: Case, left: Start, right: Start) -> tuple[Start, Start]:
+    """What both start from, before a cast that one run alone makes."""
+    types = (
+        case.left.trace.meta(left.leaf.value).dtype,
+        case.right.trace.meta(right.leaf.value).dtype,
+    )
+    if types[0] == types[1]:
+        return left, right
+    return left.source or left, right.source or right
 
 
 def not_followed(case: Case) -> frozenset[str]:
@@ -44,35 +66,37 @@ def not_followed(case: Case) -> frozenset[str]:
     return differently_sharded(left, right) & alone if alone else frozenset()
 
 
-def differing(case: Case) -> list[tuple[Leaf, Leaf]]:
+def differing(case: Case) -> list[LeafPair]:
     """Pairs of leaves of one name whose contents are not the same."""
     pairs = list(leaf_pairs(case))
     if not pairs:
         return []
-    left = np.array([a.value for a, _ in pairs], np.int64)
-    right = np.array([b.value for _, b in pairs], np.int64)
+    left = np.array([pair.leaf.left.value for pair in pairs], np.int64)
+    right = np.array([pair.leaf.right.value for pair in pairs], np.int64)
     status = case.compared.status(left, right)
     return [pairs[k] for k in np.flatnonzero(status == DIFFERENT).tolist()]
 
 
-def find(case: Case, live: Sides[bytearray | None]) -> tuple[list[Origin], list[tuple[Leaf, Leaf]]]:
+def find(case: Case, live: Sides[bytearray | None]) -> tuple[list[Origin], list[Sides[Leaf]]]:
     """Origins among the leaves, and the pairs that differ but take no part in a result."""
     pairs = differing(case)
     states = case.left.contents.states.of, case.right.contents.states.of
-    case.left.leaves.look_up(int(states[0][a.value]) for a, _ in pairs)
-    case.right.leaves.look_up(int(states[1][b.value]) for _, b in pairs)
+    case.left.leaves.look_up(int(states[0][pair.leaf.left.value]) for pair in pairs)
+    case.right.leaves.look_up(int(states[1][pair.leaf.right.value]) for pair in pairs)
     found: list[Origin] = []
-    unused: list[tuple[Leaf, Leaf]] = []
-    seen: dict[tuple[int, int, int], list[Sides[Leaf]]] = {}
-    for a, b in pairs:
+    unused: list[Sides[Leaf]] = []
+    seen: dict[tuple[int, int, int], list[LeafPair]] = {}
+    for pair in pairs:
+        a, b = pair.leaf.left, pair.leaf.right
         # inputs are often parts of one tensor, each read by a call of its own
         part = a.value if a.kind == "input" else 0
         key = int(states[0][a.value]), int(states[1][b.value]), part
         if key in seen:
-            seen[key].append(Sides(a, b))
+            seen[key].append(pair)
         elif _starts(case.left, a) and _starts(case.right, b):
-            seen[key] = [Sides(a, b)]
-    for key, leaves in seen.items():
+            seen[key] = [pair]
+    for key, alike in seen.items():
+        leaves = [pair.leaf for pair in alike]
         uses: tuple[Use | None, Use | None] = (None, None)
         if key[2]:
             uses = (
@@ -85,62 +109,21 @@ def find(case: Case, live: Sides[bytearray | None]) -> tuple[list[Origin], list[
                 case.right.leaves.first_use(key[1], live.right),
             )
         if uses == (None, None):
-            unused += [(leaf.left, leaf.right) for leaf in leaves]
-        elif _renamed(case, leaves, *uses):
-            continue
-        elif (loaded := _loaded_in_one_run(case, leaves, uses, live)) is not None:
-            found.append(loaded)
-        else:
-            found.append(_origin(case, leaves, *_same_use(case, key, uses, live)))
+            unused += leaves
+        elif not _renamed(case, leaves, *uses):
+            origin = _origin(case, leaves, *_same_use(case, key, uses, live))
+            found.append(replace(origin, region=_written(alike)))
     return found, unused
 
 
 Uses = tuple[Use | None, Use | None]
 
 
-def _loaded_in_one_run(
-    case: Case, leaves: list[Sides[Leaf]], uses: Uses, live: Sides[bytearray | None]
-) -> Origin | None:
-    """An origin at a parameter that one run loaded, or drew, before it read it: what was written is what counts."""
-    if None not in uses or leaves[0].left.kind != "parameter":
-        return None
-    number = 0 if uses[0] is None else 1
-    side = (case.left, case.right)[number]
-    leaf = (leaves[0].left, leaves[0].right)[number]
-    found = _written_before_use(side, leaf, (live.left, live.right)[number])
-    if found is None:
-        return None
-    written, use, writers = found
-    value = side.contents.value_of_state(written)
-
-    def moved(each: Sides[Leaf]) -> Sides[Leaf]:
-        own = replace((each.left, each.right)[number], value=value)
-        return Sides(own, each.right) if number == 0 else Sides(each.left, own)
-
-    both = (use, uses[1]) if number == 0 else (uses[0], use)
-    origin = _origin(case, [moved(each) for each in leaves], *both)
-    return replace(origin, region=Sides(writers, ()) if number == 0 else Sides((), writers))
-
-
-def _written_before_use(
-    side: Side, leaf: Leaf, live: bytearray | None
-) -> tuple[int, Use, tuple[int, ...]] | None:
-    """The first later state of a leaf that an op reads, that op, and the ops that wrote in between."""
-    states = side.contents.states
-    state, writers = int(states.of[leaf.value]), []
-    for _ in range(_WRITES):
-        state += 1  # states are in the order of storages and writes
-        last = state == len(states.before) or int(states.before[state]) != state - 1
-        if last or int(states.writer[state]) < 0:
-            return None
-        writers.append(int(states.writer[state]))
-        made = side.lineage.of(side.contents.value_of_state(state)).kind
-        if made not in _MADE_BEFORE_USE:
-            return None
-        use = side.leaves.first_use(state, live)
-        if use is not None:
-            return state, use, tuple(writers)
-    return None
+def _written(pairs: Sequence[LeafPair]) -> Sides[tuple[int, ...]]:
+    """The ops that wrote what leaves hold after they were met."""
+    left = {op for pair in pairs for op in pair.writers.left}
+    right = {op for pair in pairs for op in pair.writers.right}
+    return Sides(tuple(sorted(left)), tuple(sorted(right)))
 
 
 def _same_use(
@@ -202,7 +185,7 @@ def _starts(side: Side, leaf: Leaf) -> bool:
         return True
     if leaf.kind not in ("parameter", "buffer"):
         return False
-    return side.lineage.of(leaf.value).kind in _MADE_BEFORE_USE
+    return side.lineage.of(leaf.value).kind in MADE_BEFORE_USE
 
 
 def _origin(case: Case, leaves: list[Sides[Leaf]], left: Use | None, right: Use | None) -> Origin:

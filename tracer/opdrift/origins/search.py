@@ -49,7 +49,7 @@ class Found:
     origins: tuple[Origin, ...]
     receivers: Ints
     sinks: tuple[Sink, ...]
-    unused: tuple[tuple[Leaf, Leaf], ...]
+    unused: tuple[Sides[Leaf], ...]
     stopped: bool
     live: Sides[bytearray | None]
 
@@ -65,7 +65,7 @@ def find_origins(case: Case, *, whole: bool) -> Found:
     sinks = find(case.compared, case.left.leaves, case.right.leaves) if whole else []
     differing = [s for s in sinks if s.differs]
     if whole and not differing:
-        unused = tuple(leaf_origins.differing(case))
+        unused = tuple(pair.leaf for pair in leaf_origins.differing(case))
         return Found(
             tuple(_raised(case)),
             np.zeros(0, np.int64),

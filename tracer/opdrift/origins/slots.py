@@ -77,7 +77,7 @@ class SlotJudge:
             return None
         self._judged.add(states)
         seen = _Seen(row, position, self._consumer(row))
-        if self._is_reported_again(states):
+        if self._is_reported_again(states) or self._are_reported(states):
             return None
         if self._is_generated(left, right):
             return None  # what generated code made of what it read cannot be seen
@@ -108,6 +108,10 @@ class SlotJudge:
 
     def _is_reported(self, states: tuple[int, int]) -> bool:
         return states[0] in self._leaf_states.left or states[1] in self._leaf_states.right
+
+    def _are_reported(self, states: tuple[int, int]) -> bool:
+        """Whether both are leaves that were reported, loaded or drawn since they were met."""
+        return states[0] in self._leaf_states.left and states[1] in self._leaf_states.right
 
     def _is_reported_again(self, states: tuple[int, int]) -> bool:
         """Whether both hold what a pair of leaves holds that was reported: gathered once more, for the backward pass."""
@@ -361,11 +365,8 @@ class SlotJudge:
         if self._writers(self._states(*pair)) == (-1, -1) and self._equal(*pair):
             return True  # a tensor from before the run, whatever it is called
         # what was gathered has the name of its parameter, whatever an optimizer had made of it until then
-        names = [
-            {leaf.name for leaf in side.leaves.of(value) if leaf.when != "gather"}
-            for side, value in zip((case.left, case.right), pair, strict=True)
-        ]
-        return bool((names[0] & names[1]) - {""})
+        names = [_names_held(s, v) for s, v in zip((case.left, case.right), pair, strict=True)]
+        return bool(names[0] & names[1])
 
     def _write_origin(
         self, number: int, writer: int, left: int, right: int, seen: _Seen
@@ -550,6 +551,15 @@ class SlotJudge:
     def _equal(self, left: int, right: int) -> bool:
         status = self._case.compared.status(np.array([left]), np.array([right]))
         return int(status[0]) == EQUAL
+
+
+def _names_held(side: Side, value: int) -> set[str]:
+    """What a value is called, but for what was gathered, and what was put in the place of a parameter."""
+    rows = side.leaves.of(value)
+    if int(side.contents.states.of[value]) in side.replaced:
+        return set()
+    gathered = {leaf.name for leaf in rows if leaf.when == "gather"}
+    return {leaf.name for leaf in rows} - gathered - {""}
 
 
 def _view_before(side: Side, op: int, value: int) -> int:

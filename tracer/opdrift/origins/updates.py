@@ -139,11 +139,12 @@ def _times(steps: dict[Step, list[int]]) -> int:
 
 def _update(side: Side, name: str, region: tuple[int, ...]) -> Update:
     states, ops = side.contents.states, side.trace.ops
-    own = _held(side, name)
+    own, begun = _held(side, name), side.starts.since(name)
     found: list[int] = []
     needed: set[int] = set()
     for op in sorted(region, reverse=True):
-        if not _is_arithmetic(side, op):
+        # how it was drawn and loaded is no update of it
+        if not _is_arithmetic(side, op) or side.seq(op) <= begun:
             continue
         written = [v for v in ops.outputs[op].tolist() if int(states.writer[states.of[v]]) == op]
         if not any(int(states.of[v]) in needed or own.overlaps(side, v) for v in written):

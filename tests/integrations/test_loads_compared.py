@@ -1,0 +1,88 @@
+"""One model loaded before its recording, in it, in part or never, as it is and sharded: what the first line says is so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import opdrift
+from opdrift.records import Cause, Diagnosis
+
+pytestmark = pytest.mark.slow
+
+SHARDED = ("fsdp1", "fsdp2", "bfloat16")
+#: Runs that start from the same weights. What only DDP does where a model is built while it is recorded is another matter.
+ALIKE = [
+    *(("plain-before", f"{wrap}-{when}") for wrap in SHARDED for when in ("before", "built")),
+    *(("plain-inside", f"{wrap}-{when}") for wrap in SHARDED for when in ("before", "inside")),
+    *(("plain-never-built", f"{wrap}-never") for wrap in SHARDED),
+    *(("plain-never", f"{wrap}-never-built") for wrap in SHARDED),
+    *(("plain-part", f"{wrap}-part") for wrap in SHARDED),
+    ("plain-before", "plain-inside"),
+    ("plain-inside", "plain-built"),
+    ("plain-inside", "ddp-before"),
+    ("plain-never-built", "ddp-never"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, two_processes: Callable[..., None]) -> Path:
+    found = tmp_path_factory.mktemp("loads")
+    two_processes("loads_world.py", found)
+    return found
+
+
+def both_ways(folder: Path, left: str, right: str) -> tuple[Diagnosis, Diagnosis]:
+    one, other = folder / left, folder / right
+    return opdrift.diff(one, other, rank=0), opdrift.diff(other, one, rank=0)
+
+
+def named(cause: Cause) -> str:
+    """A cause's summary with the sides of the other order."""
+    swapped = cause.summary.replace("left", "?").replace("right", "left")
+    return swapped.replace("?", "right")
+
+
+@pytest.mark.parametrize(("left", "right"), ALIKE)
+def test_runs_that_start_from_the_same_have_no_other_weights(folder: Path, left: str, right: str):
+    """However they came to it: only bfloat16 is told, as what it is."""
+    for found in both_ways(folder, left, right):
+        if right.startswith("bfloat16"):
+            assert found.verdict in ("rounding", "diverged")
+            assert {cause.slug for cause in found.causes} <= {"dtype", "rounding", "structure"}
+            assert found.causes[0].slug in ("dtype", "rounding")
+        else:
+            assert found.verdict == "identical"
+
+
+KEPT = "run kept what both had before"
+#: When the left run loads, when the right one does, how many of the 7 tensors differ, and what is said of them.
+OTHERWISE = [
+    ("inside", "never", 7, f"the left run loaded them, the right {KEPT}"),
+    ("inside", "part", 2, f"the left run loaded them, the right {KEPT}"),
+    ("part", "never", 5, f"the left run loaded them, the right {KEPT}"),
+    ("built", "never", 7, "the left run loaded them in its recording, the right run did not"),
+    ("before", "never", 7, "the runs were given different weights"),
+    ("before", "part", 2, "the runs were given different weights"),
+    ("before", "never-built", 7, "in the right run each was last drawn at random or filled"),
+    ("inside", "never-built", 7, "in the right run each was last drawn at random or filled"),
+]
+
+
+@pytest.mark.parametrize("wrap", ["plain", *SHARDED])
+@pytest.mark.parametrize(("left", "right", "differ", "said"), OTHERWISE)
+def test_who_loaded_is_told_where_it_is_recorded_and_no_more(
+    folder: Path, wrap: str, left: str, right: str, differ: int, said: str
+):
+    """A run that loaded before its recording began is not said to have loaded nothing."""
+    there, back = both_ways(folder, f"plain-{left}", f"{wrap}-{right}")
+
+    assert there.first is not None
+    assert back.first is not None
+    assert there.first.cause.slug == "weights"
+    assert there.first.cause.summary.startswith(f"{differ} of 7 tensors of the model differ")
+    if not (wrap == "fsdp1" and right == "never-built"):  # rank 0 holds no part of what is filled
+        assert said in there.first.cause.summary
+    assert back.first.cause.summary == named(there.first.cause)
