@@ -306,17 +306,43 @@ def test_fingerprints_of_another_kind_are_not_compared(traces, capsys):
 
 def test_a_rank_that_only_one_run_has(traces, capsys):
     """Asked for, it is missing in the other; not asked for, the ranks of both are compared, and it is said."""
+    for rank in (0, 1, 2):
+        with_header("base.trace", f"three.trace/rank-0000{rank}", rank=rank, world_size=3)
     for rank in (0, 1):
-        with_header("base.trace", f"two.trace/rank-0000{rank}", rank=rank, world_size=2)
-    with_header("same.trace", "one.trace/rank-00000", rank=0, world_size=1)
+        with_header("same.trace", f"two.trace/rank-0000{rank}", rank=rank, world_size=2)
 
-    assert diff_trace(["two.trace", "one.trace", "--rank", "1"]) == 2
+    assert diff_trace(["three.trace", "two.trace", "--rank", "2"]) == 2
     out, err = said(capsys)
     assert (out, err.count("\n")) == ("", 1)
-    assert "one.trace has no rank 1; it holds ranks 0" in err
+    assert "two.trace has no rank 2; it holds ranks 0, 1" in err
 
-    assert diff_trace(["two.trace", "one.trace", "--format", "json"]) == 0
-    assert "only the left trace has rank 1" in said(capsys)[0]
+    assert diff_trace(["three.trace", "two.trace", "--format", "json"]) == 0
+    assert "only the left trace has rank 2" in said(capsys)[0]
+
+
+@pytest.mark.parametrize("alone", ["same.trace", "launched.trace"])
+def test_one_process_is_compared_with_each_rank(traces, capsys, alone):
+    """Also one that a launcher started as the only rank."""
+    with_header("same.trace", "launched.trace/rank-00000", rank=0, world_size=1)
+    with_header("base.trace", "two.trace/rank-00000", rank=0, world_size=2)
+    with_header("weights.trace", "two.trace/rank-00001", rank=1, world_size=2)
+
+    assert diff_trace([alone, "two.trace", "--format", "json"]) == 1
+    found = json.loads(said(capsys)[0])
+    assert found["right"]["rank"] == 1
+    assert any("was compared with each of ranks 0 and 1" in note for note in found["notes"])
+
+    assert diff_trace(["two.trace", alone, "-q"]) == 1
+    assert [diff_trace([alone, "two.trace", "--rank", rank, "-q"]) for rank in "01"] == [0, 1]
+    assert diff_trace([alone, "two.trace/rank-00001", "-q"]) == 1
+    assert said(capsys)[1] == ""
+
+
+def test_a_rank_that_a_run_of_one_process_has_not(traces, capsys):
+    assert diff_trace(["base.trace", "same.trace", "--rank", "1"]) == 2
+    out, err = said(capsys)
+    assert (out, err.count("\n")) == ("", 1)
+    assert "base.trace is of rank 0, not 1. Leave --rank out." in err
 
 
 def test_a_rank_whose_folder_is_empty(traces, capsys):

@@ -9,6 +9,7 @@ import pytest
 
 from opdrift.diagnose.answer import diagnose
 from opdrift.diagnose.by_rank import of_one_rank, of_ranks
+from opdrift.diagnose.one_process import with_each
 from opdrift.errors import IncomparableTracesError
 from opdrift.records import Diagnosis
 from opdrift.render.card import headline
@@ -413,3 +414,44 @@ def test_what_a_collective_left_when_its_peer_was_gone_is_no_result():
         assert found.first.cause.slug == found.causes[0].slug == "rank-ended"
         assert found.first.cause.summary.startswith("in the right run, rank 1 ended in the middle")
     assert firsts(compared(left, right))[0] == ("c10d.allreduce_.default", "rank-ended")
+
+
+def share(data: str, *, rank: int | None = None, wrong: bool = False) -> Trace:
+    """A model that is given some data: one process, or a rank of two."""
+    build = Builder() if rank is None else Builder(rank=rank, world_size=2)
+    x = build.leaf("x", kind="input", content=data)
+    build.output(build.op("mm", x, build.leaf("fc.weight"), change="*" if wrong else ""))
+    return build.build()
+
+
+def with_one_process(data: str, *right: Trace) -> Diagnosis:
+    ranks = dict(enumerate(right))
+    return compared(dict(with_each({0: share(data)}, ranks)), ranks)
+
+
+def test_a_rank_with_other_data_than_the_one_process_is_named_and_not_compared():
+    """Each rank may have a share of its own: the one that has what the process had tells."""
+    found = with_one_process("x", share("x", rank=0), share("y", rank=1))
+
+    assert found.verdict == "identical"
+    assert any(
+        "rank 1 had other data than the one process, and is not compared" in note
+        for note in found.notes
+    )
+
+
+def test_where_no_rank_has_the_data_of_the_one_process_that_is_the_difference():
+    found = with_one_process("x", share("y", rank=0), share("z", rank=1))
+
+    assert found.first is not None
+    assert (found.verdict, found.first.cause.slug) == ("diverged", "input")
+
+
+def test_what_one_rank_does_otherwise_than_the_one_process_is_found():
+    found = with_one_process("x", share("x", rank=0), share("x", rank=1, wrong=True))
+
+    assert (found.verdict, found.right.rank) == ("diverged", 1)
+    assert (
+        "the one process of the left run was compared with each of ranks 0 and 1; this is rank 1"
+        in found.notes
+    )

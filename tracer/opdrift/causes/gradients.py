@@ -140,6 +140,9 @@ def gradient_changed(e: Evidence) -> Cause | None:
     if narrowed_to(e.case, e.origin):
         return None  # the type says more
     own = [_changing(e, 0), _changing(e, 1)]
+    for n in (0, 1):
+        if (e.sides[1 - n][1].trace.header.world_size or 1) == 1:  # it has nothing to reduce over
+            own[n] = [op for op in own[n] if not is_collective(e.sides[n][1].name(op))]
     sides = [n for n in (0, 1) if own[n]]
     if not sides or any(_is_forward(e.sides[n][1], op) for n in sides for op in own[n]):
         return None

@@ -202,9 +202,7 @@ def _compare(
         raise InvalidOptionError(
             "--tree, --side-by-side and --context need traces of opdrift.record(); these are logs of another tool."
         )
-    left, right = (
-        path if logs or rank_folders(path) else load(path, rank=options.rank) for path in paths
-    )
+    left, right = (path if logs or rank_folders(path) else load(path) for path in paths)
     answer = diff(
         left,
         right,

@@ -10,6 +10,7 @@ from opdrift.align import Maps
 from opdrift.align.maps import check_maps
 from opdrift.diagnose.answer import diagnose, untold
 from opdrift.diagnose.by_rank import of_one_rank, of_ranks
+from opdrift.diagnose.one_process import is_alone, with_each
 from opdrift.diagnose.portions import NO_FELLOWS
 from opdrift.diagnose.random_parts import with_random_parts
 from opdrift.errors import IncomparableTracesError, InvalidOptionError
@@ -67,7 +68,11 @@ def diff(
         )
     a, b = _ranks(left, rank), _ranks(right, rank)
     check_maps(renames, a.values(), b.values())
+    recorded = a, b
+    a, b = with_each(a, b), with_each(b, a)
     shared = sorted(a.keys() & b.keys())
+    if rank is not None and shared and rank not in shared:
+        load(_path(left), rank=rank)  # tells that it has no such rank
     if not shared:
         raise IncomparableTracesError(
             f"{_path(left)} has {listed(sorted(a))}, {_path(right)} has {listed(sorted(b))}: no rank is in both."
@@ -75,9 +80,13 @@ def diff(
         )
 
     def fellows(number: int) -> Sides[Sequence[Trace]]:
-        if len(a) == len(b):
+        if len(recorded[0]) == len(recorded[1]):
             return NO_FELLOWS
-        return Sides(*([t for rank, t in each.items() if rank != number] for each in (a, b)))
+        others = (
+            [t for rank, t in each.items() if rank != number] if len(each) > 1 else []
+            for each in recorded
+        )
+        return Sides(*others)
 
     def compare(number: int, *, unfinished: bool = True, where: str = "") -> Diagnosis:
         return diagnose(
@@ -110,6 +119,7 @@ def diff(
         return only
     # what this rank was handed by others is not its own
     a, b = _ranks(left, None), _ranks(right, None)
+    a, b = with_each(a, b), with_each(b, a)
     return of_one_rank(shared[0], only, a, b, compare=compare)
 
 
@@ -147,10 +157,15 @@ def _ranks(trace: Trace | PathLike, rank: int | None) -> Mapping[int, Trace]:
         return {trace.header.rank or 0: trace}
     folder = Path(trace)
     ranks = rank_folders(folder) if folder.is_dir() else {}
-    if rank is not None or not ranks:
-        loaded = load(folder, rank=rank)
+    if not ranks:
+        loaded = load(folder)
         return {loaded.header.rank or 0: loaded}
-    return {number: load(path) for number, path in ranks.items()}
+    if rank is not None and len(ranks) > 1:
+        return {rank: load(folder, rank=rank)}
+    found = {number: load(path) for number, path in ranks.items()}
+    if rank is not None and not is_alone(found):
+        load(folder, rank=rank)  # tells where it has no such rank
+    return found
 
 
 def _path(trace: Trace | PathLike) -> str:

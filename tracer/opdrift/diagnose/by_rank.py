@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from opdrift.diagnose import one_process
 from opdrift.diagnose.ended import Compare, Endings
 from opdrift.errors import IncomparableTracesError
 from opdrift.records import RANK_ENDED, Cause, Diagnosis, Divergence
@@ -38,6 +39,9 @@ def of_ranks(
         IncomparableTracesError: Nothing differs, and a rank could not be compared.
     """
     exchanges, endings = Exchanges(left, right), Endings(left, right)
+    alone = one_process.side_of(left, right)
+    apart = one_process.with_other_data(found) if alone is not None else frozenset[int]()
+    found = {rank: one for rank, one in found.items() if rank not in apart}
     told: dict[int, Diagnosis] = {}
     handed: dict[int, Received | Gathered] = {}
     for rank, one in found.items():
@@ -45,6 +49,8 @@ def of_ranks(
         if first is not None:
             handed[rank] = first
     own = {r: one.first for r, one in told.items() if one.first is not None and r not in handed}
+    # what rounding explains on one rank makes no more than rounding on another
+    own = {r: first for r, first in own.items() if first.material} or own
     for rank, first_of_rank in own.items():
         got = exchanges.from_wrong(rank, first_of_rank, own)
         if got is not None and _may_be_handed(first_of_rank):
@@ -74,7 +80,8 @@ def of_ranks(
     if best is None or (open_ended and told[best].verdict == "identical"):
         raise _with_reason(next(iter(open_ended.values())), endings)
     notes = [
-        *_said(told, handed, best),
+        *(_said(told, handed, best) if alone is None or handed else ()),
+        *(one_process.said_of(alone, tuple(sorted(told)), apart, best) if alone else ()),
         *(f"rank {rank} could not be compared: {error}" for rank, error in open_ended.items()),
         *_uneven(left, right),
     ]
