@@ -215,6 +215,52 @@ def test_parts_with_another_loss_have_no_factor(tmp_path: Path):
     assert "by no single factor" in first.cause.summary
 
 
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_what_an_optimizer_makes_of_noise_is_rounding(tmp_path: Path, evaluated: bool):
+    """Keys' biases have no gradient but rounding's, and Adam steps them as far as any; also with whole batches in between."""
+    models = twins(lambda: nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True))
+
+    def train(model: nn.Module, parts: int) -> None:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for x in torch.randn(3, 8, 5, 16, generator=torch.Generator().manual_seed(2)):
+            for part in x.chunk(parts):
+                (model(part).sin().mean() / parts).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if evaluated:
+                with torch.no_grad():
+                    model(x)
+
+    pair = Pair(lambda: train(models[0], 1), lambda: train(models[1], 2), models)
+    found = compared(pair, tmp_path)
+
+    assert found.verdict == "rounding"
+    assert found.first is not None
+    assert "it steps at random" in "".join(found.first.cause.evidence)
+
+
+def test_a_wrong_factor_shows_beside_the_noise_of_an_optimizer(tmp_path: Path):
+    """What an optimizer makes of rounding explains nothing of a weight that is changed after its step."""
+    models = twins(lambda: mlp(1))
+
+    def train(model: nn.Module, parts: int) -> None:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        for x in BATCHES:
+            for part in x.chunk(parts):
+                (model(part).sin().mean() / parts).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if parts > 1:
+                with torch.no_grad():
+                    next(model.parameters()).mul_(1.01)
+
+    first = first_of(
+        Pair(lambda: train(models[0], 1), lambda: train(models[1], 2), models), tmp_path
+    )
+
+    assert "what the runs end with does not" in first.cause.summary
+
+
 def test_gradients_that_agree_do_not_hide_another_step(tmp_path: Path):
     """The first step's gradients agree, the parameters that come of them do not."""
 

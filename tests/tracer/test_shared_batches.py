@@ -54,6 +54,19 @@ PROGRAM = dedent(START) + dedent(
                 with torch.no_grad():
                     root(data[2])
 
+    def attend(name):
+        torch.manual_seed(0)
+        model = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        if world > 1:
+            fully_shard(model)
+        update = torch.optim.AdamW(model.parameters(), lr=0.01)
+        x = torch.randn(2, 8, 5, 16, generator=torch.Generator().manual_seed(4))
+        with opdrift.record(name, model=model):
+            model(share(x[0])).sin().mean().backward()
+            update.step()
+            with torch.no_grad():
+                model(x[1])
+
     def infer(name, rows=8, seed=0):
         model = net(seed if world > 1 else 0).double()
         with opdrift.record(name, model=model), torch.no_grad():
@@ -71,6 +84,7 @@ PROGRAM = dedent(START) + dedent(
     train("fsdp-scaled", kind="fsdp", scaled=True)
     train("other-weights", seed=5)
     train("no-more", kind="fsdp", batches=1, last=False)
+    attend("noise")
     infer("infer")
     infer("infer-other", seed=5)
     dist.destroy_process_group()
@@ -106,7 +120,12 @@ def summary(runs: tuple[Path, Path], name: str, slug: str) -> str:
 @pytest.mark.parametrize("swapped", [False, True])
 @pytest.mark.parametrize(
     ("name", "what"),
-    [("ddp", "the gradients"), ("fsdp", "the updates of"), ("adam", "the updates of")],
+    [
+        ("ddp", "the gradients"),
+        ("fsdp", "the updates of"),
+        ("adam", "the updates of"),
+        ("noise", "the updates of"),
+    ],
 )
 def test_shares_of_a_batch_differ_by_rounding(runs, name: str, what: str, swapped: bool):
     """Whole gradients are compared where they are read; where ranks hold parts, what a step made of the parameters."""

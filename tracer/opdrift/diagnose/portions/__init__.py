@@ -17,16 +17,18 @@ import numpy as np
 from opdrift.case import Case
 from opdrift.causes.gradients import updated_at
 from opdrift.causes.optimizers import outside_modules
+from opdrift.compare import difference
 from opdrift.diagnose.portions.results import Results, put_together
 from opdrift.diagnose.portions.split import Split, split_of
 from opdrift.diagnose.portions.step import FirstStep, first_step
-from opdrift.diagnose.portions.words import cause_of, given_in
+from opdrift.diagnose.portions.words import End, cause_of, given_in
 from opdrift.errors import IncomparableTracesError
 from opdrift.origins.model import Origin
 from opdrift.origins.search import Found, called_otherwise
 from opdrift.origins.updates import updated_otherwise
 from opdrift.records import Cause, Sides
 from opdrift.sizes import Size, measure
+from opdrift.tracefile.fingerprints import Fingerprint
 from opdrift.tracefile.reader import Trace
 
 NO_FELLOWS: Sides[Sequence[Trace]] = Sides((), ())
@@ -72,9 +74,8 @@ def portions_of(
         return _by_results(case, split, fellows)
     row, left, right = step.worst
     op: Sides[int | None] = Sides(int(case.pairing.left[row]), int(case.pairing.right[row]))
-    ends = _ends(case, found)
-    later = max((relative for _, relative in ends), default=0.0)
-    material = not step.agrees or later > step.limit
+    ends = _ends(case, found, step)
+    material = not step.agrees or any(end.relative > end.explained for end in ends)
     origin = Origin(
         kind="structure",
         story="region",
@@ -104,9 +105,9 @@ def steps_with_other_numbers(case: Case) -> Iterator[Origin]:
     yield from updated_otherwise(case)
 
 
-def _ends(case: Case, found: Found) -> list[tuple[str, float]]:
-    """The parameters and gradients that both runs ended with: kind, and how far apart all of that kind are."""
-    sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+def _ends(case: Case, found: Found, step: FirstStep) -> list[End]:
+    """The parameters and gradients that both runs ended with, all of a kind together."""
+    sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     for sink in found.sinks:
         if sink.kind not in ("parameter", "gradient") or sink.left is None or sink.right is None:
             continue
@@ -115,9 +116,19 @@ def _ends(case: Case, found: Found) -> list[tuple[str, float]]:
         if gap is not None and gap.absolute_l2 is not None and a is not None:
             sums[sink.kind][0] += gap.absolute_l2**2
             sums[sink.kind][1] += a.ssq
+            sums[sink.kind][2] += (step.noise.get(sink.name, 0.0) * _moved(case, sink.name, a)) ** 2
     return [
-        (kind, math.sqrt(distance / total)) for kind, (distance, total) in sums.items() if total
+        End(kind, math.sqrt(apart / total), step.limit + math.sqrt(noise / total))
+        for kind, (apart, total, noise) in sums.items()
+        if total
     ]
+
+
+def _moved(case: Case, name: str, end: Fingerprint) -> float:
+    """How far a parameter moved from where it was when the left run began."""
+    rows = case.left.leaves.by_name.get(name)
+    start = case.left.nearest_fingerprint(rows[0].value) if rows else None
+    return 0.0 if start is None else difference(start, end).absolute_l2 or 0.0
 
 
 def _by_results(case: Case, split: Split, fellows: Sides[Sequence[Trace]]) -> Settled | None:

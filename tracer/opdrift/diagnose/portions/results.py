@@ -36,13 +36,13 @@ def put_together(case: Case, split: Split, fellows: Sides[Sequence[Trace]]) -> R
     equal = True
     squares = [0.0, 0.0]
     for name in told[0][0]:
-        batches = [
-            _batches(told[n], name, (split.calls.left, split.calls.right)[n]) for n in (0, 1)
-        ]
-        if batches[0] is None or batches[1] is None or len(batches[0]) != len(batches[1]):
-            return None
-        for left, right in zip(*batches, strict=True):
-            if sum(f.n for f in left) != sum(f.n for f in right):
+        for batch in split.batches:
+            sides = [
+                _parts(ranks if batch.divided else ranks[:1], name, calls)
+                for ranks, calls in zip(told, (batch.left, batch.right), strict=True)
+            ]
+            left, right = sides
+            if left is None or right is None or sum(f.n for f in left) != sum(f.n for f in right):
                 return None
             equal = equal and _joined(left) == _joined(right)
             squares[0] += sum(f.ssq for f in left)
@@ -54,21 +54,18 @@ def _rank(trace: Trace) -> int:
     return trace.header.rank or 0
 
 
-def _batches(
-    ranks: Sequence[dict[str, list[Fingerprint | None]]], name: str, calls: int
-) -> list[list[Fingerprint]] | None:
-    """What was returned for each batch under a name, part by part."""
-    numbers = {len(rank.get(name, [])) for rank in ranks}
-    if len(numbers) != 1:
-        return None
-    batches = []
-    for begin in range(0, numbers.pop(), calls):
-        parts = [part for rank in ranks for part in rank[name][begin : begin + calls]]
-        known = [part for part in parts if part is not None]
-        if len(known) != len(parts):
-            return None
-        batches.append(known)
-    return batches
+def _parts(
+    ranks: Sequence[dict[str, list[Fingerprint | None]]], name: str, calls: range
+) -> list[Fingerprint] | None:
+    """What was returned for a batch under a name, part by part; None where some of it is not known."""
+    found = []
+    for rank in ranks:
+        for call in calls:
+            part = rank[name][call] if call < len(rank.get(name, ())) else None
+            if part is None:
+                return None
+            found.append(part)
+    return found
 
 
 def _joined(parts: Sequence[Fingerprint]) -> tuple[int, set[int]]:

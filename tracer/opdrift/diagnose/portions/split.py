@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,29 +22,44 @@ class _Given(NamedTuple):
     shape: Shape
 
 
+class Batch(NamedTuple):
+    """What goes through the model at once, in each run: calls, by their numbers, and whether the runs divide it in other ways."""
+
+    left: range
+    right: range
+    divided: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Split:
     """How two runs go through the same batches in different ways.
 
     Attributes:
-        calls: Calls of the model for a batch, on each rank; one of the runs has 1.
+        batches: Those that the runs give alike, as where a model is evaluated, included.
         ranks: Ranks that share a batch.
-        returns: Behind which ops, by number, the model returned.
+        ends: Behind which op, by its number, the model returned what was last of each batch.
     """
 
-    calls: Sides[int]
+    batches: tuple[Batch, ...]
     ranks: Sides[int]
-    returns: Sides[tuple[int, ...]]
+    ends: Sides[tuple[int, ...]]
+
+    @property
+    def calls(self) -> Sides[int]:
+        """Calls of the model on each rank for a batch that is divided."""
+        batch = next(batch for batch in self.batches if batch.divided)
+        return Sides(len(batch.left), len(batch.right))
 
     @property
     def parts(self) -> Sides[int]:
         """Into how many parts each run divides a batch."""
-        return Sides(self.calls.left * self.ranks.left, self.calls.right * self.ranks.right)
+        calls = self.calls
+        return Sides(calls.left * self.ranks.left, calls.right * self.ranks.right)
 
     def done(self, left: int, right: int) -> int | None:
         """How many batches were done before an op of each run, by their numbers; None if not as many in both."""
-        a, b = bisect_right(self.returns.left, left), bisect_right(self.returns.right, right)
-        return a // self.calls.left if a * self.calls.right == b * self.calls.left else None
+        a, b = bisect_right(self.ends.left, left), bisect_right(self.ends.right, right)
+        return a if a == b else None
 
 
 def split_of(case: Case, fellows: Sides[Sequence[Trace]]) -> Split | None:
@@ -57,17 +72,20 @@ def split_of(case: Case, fellows: Sides[Sequence[Trace]]) -> Split | None:
         fellows: The traces of the other ranks of each run.
     """
     worlds = (case.left.trace, *fellows.left), (case.right.trace, *fellows.right)
-    ranks = Sides(len(worlds[0]), len(worlds[1]))
     returned = [_of_calls(world[0], "output") for world in worlds]
     for kind in ("output", "input"):
         told = [[_of_calls(trace, kind) for trace in world] for world in worlds]
         for name in told[0][0].keys() & told[1][0].keys():
-            calls = _calls(*([rank.get(name, []) for rank in world] for world in told))
-            if calls is None or (ranks.left == ranks.right and calls.left == calls.right):
+            calls = [[rank.get(name, []) for rank in world] for world in told]
+            batches = tuple(_batches(*calls))
+            returns = _returns(returned, [len(world[0]) for world in calls])
+            if returns is None or not any(batch.divided for batch in batches):
                 continue
-            returns = _returns(returned, [len(world[0][name]) for world in told])
-            if returns is not None:
-                return Split(calls, ranks, returns)
+            ends = Sides(
+                tuple(returns.left[batch.left[-1]] for batch in batches),
+                tuple(returns.right[batch.right[-1]] for batch in batches),
+            )
+            return Split(batches, Sides(len(worlds[0]), len(worlds[1])), ends)
     return None
 
 
@@ -101,33 +119,44 @@ def _returns(
     return None
 
 
-def _calls(left: list[list[_Given]], right: list[list[_Given]]) -> Sides[int] | None:
-    """Calls for a batch in each run, of which one has 1, from the shapes of each rank's calls in order."""
-    numbers = {len(rank) for rank in left}, {len(rank) for rank in right}
-    if len(numbers[0]) > 1 or len(numbers[1]) > 1:
-        return None
-    counts = numbers[0].pop(), numbers[1].pop()
-    batches = min(counts)
-    if not batches or counts[0] % batches or counts[1] % batches:
-        return None
-    calls = Sides(counts[0] // batches, counts[1] // batches)
-    divided = False
-    for i in range(batches):
-        parts = _of_batch(left, i, calls.left), _of_batch(right, i, calls.right)
-        if len({*parts[0], *parts[1]}) == 1:
-            continue  # every rank is given all of it, as where a model is evaluated
-        whole = _put_together(parts[0])
-        if whole is None or whole != _put_together(parts[1]):
+def _batches(left: list[list[_Given]], right: list[list[_Given]]) -> Iterator[Batch]:
+    """The batches of two runs, from the shapes of each rank's calls in order; none where they do not add up."""
+    ends = {len(rank) for rank in left}, {len(rank) for rank in right}
+    if len(ends[0]) > 1 or len(ends[1]) > 1:
+        return
+    end = ends[0].pop(), ends[1].pop()
+    found: list[Batch] = []
+    i = j = 0
+    while i < end[0] and j < end[1]:
+        batch = _batch(left, range(i, end[0]), right, range(j, end[1]))
+        if batch is None:
+            return
+        found.append(batch)
+        i, j = batch.left.stop, batch.right.stop
+    if (i, j) == end:
+        yield from found
+
+
+def _batch(
+    left: list[list[_Given]], calls: range, right: list[list[_Given]], others: range
+) -> Batch | None:
+    """The first batch of what is left: as many calls of each run as have the same rows together."""
+    n = m = 1
+    shapes = {rank[calls[0]].shape for rank in left} | {rank[others[0]].shape for rank in right}
+    if len(shapes) == 1:
+        return Batch(calls[:1], others[:1], divided=False)
+    while n <= len(calls) and m <= len(others):
+        a, b = _put_together(left, calls[:n]), _put_together(right, others[:m])
+        if a is None or b is None or a[1:] != b[1:]:
             return None
-        divided = True
-    return calls if divided else None
+        if a == b:
+            return Batch(calls[:n], others[:m], divided=True)
+        n, m = (n + 1, m) if a[0] < b[0] else (n, m + 1)
+    return None
 
 
-def _of_batch(ranks: list[list[_Given]], batch: int, calls: int) -> list[Shape]:
-    return [given.shape for rank in ranks for given in rank[batch * calls : (batch + 1) * calls]]
-
-
-def _put_together(parts: list[Shape]) -> Shape | None:
+def _put_together(ranks: list[list[_Given]], calls: range) -> Shape | None:
+    parts = [rank[call].shape for rank in ranks for call in calls]
     if not all(parts) or len({part[1:] for part in parts}) > 1:
         return None
     return (sum(part[0] for part in parts), *parts[0][1:])

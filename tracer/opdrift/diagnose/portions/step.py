@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -17,6 +17,7 @@ from opdrift.bounds.products import PRODUCT_OPS
 from opdrift.bounds.view import base_name
 from opdrift.case import Case, Side
 from opdrift.compare import Difference, dtype_epsilon
+from opdrift.diagnose.portions.noise import divides_by_size, noise_of_steps
 from opdrift.diagnose.portions.split import Split
 from opdrift.origins.updates import before_of, contents_of, gathered_origin, gathered_parameter
 from opdrift.sizes import measure
@@ -48,6 +49,8 @@ class FirstStep:
         worst: Which is the furthest apart, in parts of all.
         gap: How far its two values are.
         limit: What rounding explains of `relative`.
+        noise: By parameter what rounding explains of its step, in parts of it; none where the optimizer does not divide
+            gradients by their size, or they are not known.
         apart: Names of the parameters of those that rounding does not explain, by themselves, the furthest first; "" where
             it is not known whose one is.
     """
@@ -59,6 +62,7 @@ class FirstStep:
     worst: Row
     gap: Difference
     limit: float
+    noise: Mapping[str, float]
     apart: tuple[str, ...]
 
     @property
@@ -78,7 +82,7 @@ class _Term:
         absolute: ||left - right||.
         ssq: ||left||^2 and ||right||^2.
         sketches: Those of both, where recorded.
-        lost: What rounding the parameter leaves of an update, in parts of it.
+        lost: What rounding leaves of an update, beside that of the gradient, in parts of it.
     """
 
     name: str
@@ -95,8 +99,44 @@ def first_step(case: Case, split: Split) -> FirstStep | None:
     whole = 0 if split.parts.left <= split.parts.right else 1
     gradients = _gradients(case, split, whole)
     if gradients:
-        return _related(case, "gradient", gradients)
-    return _related(case, "update", list(_updates(case, split)))
+        known = {t.name: t.row[1 + whole] for t in gradients}
+        return _related(case, "gradient", gradients, _noise(case, whole, known, len(gradients)))
+    updates = list(_updates(case, split))
+    if not updates:
+        return None
+    known = _whole_gradients((case.left, case.right)[whole])
+    noise = _noise(case, whole, known, len(updates))
+    updates = [replace(t, lost=t.lost + noise.get(t.name, 0.0)) for t in updates]
+    return _related(case, "update", updates, noise)
+
+
+def _noise(case: Case, whole: int, gradients: Mapping[str, int], depth: int) -> dict[str, float]:
+    """What rounding explains of each parameter's step, from the gradients of one run, where its optimizer divides them."""
+    side = (case.left, case.right)[whole]
+    if not divides_by_size(side):
+        return {}
+    prints = {n: side.nearest_fingerprint(v) for n, v in gradients.items() if n}
+    known = {name: content for name, content in prints.items() if content is not None}
+    units = [dtype_epsilon(side.trace.meta(v).dtype) / 2 for v in gradients.values()]
+    return noise_of_steps(known, _limit(case, max(units, default=0.0), depth))
+
+
+def _whole_gradients(side: Side) -> dict[str, int]:
+    """By parameter the gradient that ops outside modules read first behind the first backward pass."""
+    ops, states = side.trace.ops, side.contents.states
+    begin, end = _between(side)
+    found: dict[str, int] = {}
+    seen: set[int] = set()
+    for op in range(begin, end):
+        if ops.phase[op] or side.call(op).id:
+            continue
+        for value in ops.inputs[op].tolist():
+            state = int(states.of[value])
+            writer = int(states.writer[state])
+            if writer >= 0 and ops.phase[writer] and state not in seen:
+                seen.add(state)
+                found.setdefault(_name(side, value), value)
+    return found
 
 
 # ---- the gradients -------------------------------------------------------------------------------------
@@ -226,7 +266,9 @@ def _vector(content: Fingerprint | None) -> Vector | None:
 # ---- how they are related -----------------------------------------------------------------------------------
 
 
-def _related(case: Case, what: str, terms: Sequence[_Term]) -> FirstStep | None:
+def _related(
+    case: Case, what: str, terms: Sequence[_Term], noise: Mapping[str, float]
+) -> FirstStep | None:
     """Both runs' gradients or updates together."""
     total = sum(term.ssq[0] for term in terms)
     if not total:
@@ -243,6 +285,7 @@ def _related(case: Case, what: str, terms: Sequence[_Term]) -> FirstStep | None:
         worst=terms[0].row,
         gap=terms[0].gap,
         limit=limit + math.sqrt(lost / total),
+        noise=noise,
         apart=tuple(
             t.name
             for t in terms

@@ -48,11 +48,26 @@ class _Words:
     many: str
 
 
+@dataclass(frozen=True, slots=True)
+class End:
+    """All parameters, or all gradients, that both runs ended with.
+
+    Attributes:
+        kind: "parameter" or "gradient".
+        relative: How far they are apart.
+        explained: How much of it rounding explains, through the steps of the optimizer.
+    """
+
+    kind: str
+    relative: float
+    explained: float
+
+
 def cause_of(
     case: Case,
     split: Split,
     step: FirstStep,
-    ends: Sequence[tuple[str, float]],
+    ends: Sequence[End],
     op: Sides[int | None],
     *,
     material: bool,
@@ -63,7 +78,7 @@ def cause_of(
         case: Both runs.
         split: How they divide batches.
         step: What the first step comes to.
-        ends: Kinds of what the runs end with, and how far apart all of that kind are.
+        ends: What the runs end with.
         op: The ops that read what is furthest apart.
         material: Whether rounding does not explain all of it.
     """
@@ -111,9 +126,7 @@ def _way(calls: int, ranks: int) -> str:
     return f"in {calls * ranks} parts ({each} on each of {ranks} ranks)"
 
 
-def _evidence(
-    case: Case, step: FirstStep, ends: Sequence[tuple[str, float]], op: Sides[int | None]
-) -> list[str]:
+def _evidence(case: Case, step: FirstStep, ends: Sequence[End], op: Sides[int | None]) -> list[str]:
     what = "gradient" if step.what == "gradient" else "parameter's update"
     many = (
         counted(step.count, what)
@@ -122,7 +135,13 @@ def _evidence(
     )
     return [
         f"first step: {many}, relative difference {number(step.relative)}; rounding explains {number(step.limit)}",
-        *(f"end of the run: {kind}s, relative difference {number(far)}" for kind, far in ends),
+        *(
+            f"end of the run: {end.kind}s, relative difference {number(end.relative)}; rounding explains {number(end.explained)}"
+            for end in ends
+        ),
+        "the optimizer divides gradients by their own size: where these are rounding's, it steps at random"
+        if step.noise
+        else "",
         *(
             f"{name}: {side.place(i)} reads them first"
             for name, side, i in zip(
