@@ -26,6 +26,7 @@ class Run:
     Attributes:
         wrap: How the model is sharded; None for a plain one.
         forward: What it does to the input of the second block's fc2 in the second step.
+        gathered: What it does to that fc2 itself, whose parameters are gathered then.
         between: What it does to the model after the first step.
         gradients: What it does to the gradients of the second step.
         optimizer: "SGD" or "AdamW".
@@ -36,6 +37,7 @@ class Run:
 
     wrap: Callable[..., nn.Module] | None = None
     forward: Callable[[torch.Tensor], torch.Tensor] | None = None
+    gathered: Callable[[nn.Module], None] | None = None
     between: Callable[[nn.Module], None] | None = None
     gradients: Callable[[nn.Module], None] | None = None
     optimizer: str = "SGD"
@@ -65,6 +67,15 @@ def exchange(model: nn.Module) -> None:
     shard.data = shard.data * 0.5
 
 
+def replace(linear: nn.Module) -> None:
+    """Put another tensor in the place of what was gathered."""
+    linear.weight.data = linear.weight.data * 1.5
+
+
+def poke_gathered(linear: nn.Module) -> None:
+    poke(linear.weight, 45)
+
+
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 RUNS = {
     "plain": Run(),
@@ -75,6 +86,10 @@ RUNS = {
     "fsdp1-forward": Run(fsdp1, forward=lambda x: x * 1.5),
     "fsdp2": Run(fsdp2),
     "fsdp2-forward": Run(fsdp2, forward=lambda x: x * 1.5),
+    "fsdp1-replaced": Run(fsdp1, gathered=replace),
+    "fsdp2-replaced": Run(fsdp2, gathered=replace),
+    "fsdp1-torn": Run(fsdp1, gathered=poke_gathered),
+    "fsdp2-torn": Run(fsdp2, gathered=poke_gathered),
     "fsdp2-poked": Run(fsdp2, between=lambda model: poke(local(model.layers[1].fc2.weight), 3)),
     "fsdp2-added": Run(fsdp2, between=add),
     "fsdp2-exchanged": Run(fsdp2, between=exchange),
@@ -105,9 +120,12 @@ def run(case: Run, rank: int, trace: str) -> None:
     model: nn.Module = Net()
     steps = 0
 
-    def act(_: nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor] | None:
-        wrong = case.forward is not None and rank == 1 and steps == 1
-        return (case.forward(inputs[0]),) if wrong else None
+    def act(linear: nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor] | None:
+        if rank != 1 or steps != 1:
+            return None
+        if case.gathered is not None:
+            case.gathered(linear)
+        return None if case.forward is None else (case.forward(inputs[0]),)
 
     model.layers[1].fc2.register_forward_pre_hook(act)
     if case.wrap is not None:

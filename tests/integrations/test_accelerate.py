@@ -23,14 +23,18 @@ from opdrift_integrations.accelerate import AccelerateIntegration
 
 
 class Net(nn.Module):
-    """A few layers with a buffer; `inside` runs between them, while the weights of `second` are in place."""
+    """A few layers with a buffer; `before` and `inside` run around the work of `second`, whose weights are in place."""
 
-    def __init__(self, inside: Callable[[nn.Module], object] | None = None) -> None:
+    def __init__(
+        self,
+        inside: Callable[[nn.Module], object] | None = None,
+        before: Callable[[nn.Module], object] | None = None,
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.first = nn.Linear(4, 6)
         self.norm = nn.LayerNorm(6)
-        self.second = Changing(inside)
+        self.second = Changing(inside, before)
         self.register_buffer("scale", torch.full((3,), 2.0))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -38,13 +42,19 @@ class Net(nn.Module):
 
 
 class Changing(nn.Linear):
-    """A linear layer that something happens to after its work is done."""
+    """A linear layer that something happens to before or after its work is done."""
 
-    def __init__(self, inside: Callable[[nn.Module], object] | None) -> None:
+    def __init__(
+        self,
+        inside: Callable[[nn.Module], object] | None,
+        before: Callable[[nn.Module], object] | None,
+    ) -> None:
         super().__init__(6, 3)
-        self.inside = inside
+        self.inside, self.before = inside, before
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.before is not None:
+            self.before(self)
         y = super().forward(x)
         if self.inside is not None:
             self.inside(self)
@@ -449,6 +459,49 @@ def test_a_weight_that_is_overwritten_unseen_while_it_is_in_place_is_found(tmp_p
     finding = found[0]
     assert (finding.name, finding.step, finding.cause.slug) == ("second.weight", 0, "race")
     assert "one element differs: 17 of 18" in said(finding)
+
+
+def pointed_elsewhere(module: nn.Module) -> None:
+    module.weight.data = module.weight.data * 1.5
+
+
+def written_unseen(module: nn.Module) -> None:
+    module.weight.detach().numpy()[2, 5] = 7.0
+
+
+@pytest.mark.parametrize("before", [pointed_elsewhere, written_unseen, scaled])
+def test_a_comparison_gives_what_was_lost_as_the_cause_of_the_op_that_used_it(
+    tmp_path, plain, before
+):
+    """The op runs before the weight is taken out of the module, where the change shows."""
+    trace = recorded(tmp_path / "trace", on_disk(tmp_path / "weights", Net(before=before)))
+
+    finding = next(f for f in findings([trace]) if f.kind == "move")
+    found = opdrift.diff(plain, trace).first
+    assert found is not None
+    assert (found.cause.slug, found.cause.confidence) == (
+        finding.cause.slug,
+        finding.cause.confidence,
+    )
+    assert found.cause.summary == f"in the right run, {finding.cause.summary}"
+
+
+def test_files_that_were_exchanged_are_told_of_both_tensors(tmp_path, plain):
+    """One finding names both; what differs of either has it as its cause."""
+    folder = tmp_path / "weights"
+    files = folder / "norm.weight.dat", folder / "norm.bias.dat"
+
+    def exchange() -> None:
+        first, second = (file.read_bytes() for file in files)
+        files[0].write_bytes(second)
+        files[1].write_bytes(first)
+
+    trace = recorded(tmp_path / "trace", on_disk(folder, Net()), between=exchange)
+
+    finding = only(findings([trace]))
+    assert finding.names == ("norm.weight", "norm.bias")
+    causes = {origin.cause.slug for origin in opdrift.diff(plain, trace).origins}
+    assert causes == {finding.cause.slug}
 
 
 def test_statistics_that_a_forward_updates_are_lost_with_offloaded_buffers(tmp_path):

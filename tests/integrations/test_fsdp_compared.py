@@ -78,6 +78,30 @@ def test_a_shard_that_was_written_past_the_dispatcher_is_named_with_the_element(
     assert any(line.startswith("one element differs: ") for line in cause.evidence)
 
 
+@pytest.mark.parametrize("left", ["same", "plain"])
+@pytest.mark.parametrize("wrapped", ["fsdp1", "fsdp2"])
+@pytest.mark.parametrize(
+    ("fault", "slug", "words"),
+    [
+        ("replaced", "fsdp-gather", "the module's tensor was exchanged for another while"),
+        ("torn", "race", "the gathered content changed before it was given back, and no recorded"),
+    ],
+)
+def test_what_happened_while_gathered_is_the_cause_though_it_shows_only_as_it_is_given_back(
+    folder, left, wrapped, fault, slug, words
+):
+    """The op that reads the weight runs before anything looks at it again."""
+    found = opdrift.diff(
+        folder / (wrapped if left == "same" else left), folder / f"{wrapped}-{fault}"
+    )
+
+    what, module, told = first(found)
+    assert (found.left.rank, told) == (1, slug)
+    if left == "same":
+        assert (what, module) == (ADDMM, FC2) or what == LATER
+    assert found.causes[0].summary.startswith(f"in the right run, {LATER}: {words}")
+
+
 @pytest.mark.parametrize("right", ["fsdp2-poked", "fsdp2-added"])
 def test_a_shard_that_was_changed_shows_against_a_plain_run_at_the_use_of_its_parameter(
     folder, right

@@ -68,7 +68,8 @@ def _of_many(found: Sequence[Finding]) -> Finding:
         return first
     names = [str(each.name) for each in more]
     line = f"the same with {len(names)} more: {some(names)}"
-    return replace(first, cause=replace(first.cause, evidence=(*first.cause.evidence, line)))
+    cause = replace(first.cause, evidence=(*first.cause.evidence, line))
+    return replace(first, cause=cause, names=tuple(name for each in found for name in each.names))
 
 
 @dataclass(frozen=True)
@@ -155,6 +156,7 @@ class _Moves:
                 else _WRITE_UNSEEN,
             ),
             op=writers[0] if writers else None,
+            since=None if load is None else load.seq,
         )
 
     def source_changed(self, mark: Mark) -> Finding | None:
@@ -191,7 +193,9 @@ class _Moves:
             mark, Cause(slug, confidence, f"{name}: {what} holds {holds}", tuple(evidence), try_)
         )
 
-    def _finding(self, mark: Mark, cause: Cause, *, op: Op | None = None) -> Finding:
+    def _finding(
+        self, mark: Mark, cause: Cause, *, op: Op | None = None, since: int | None = None
+    ) -> Finding:
         return Finding(
             "move",
             cause,
@@ -201,6 +205,8 @@ class _Moves:
             mark.seq,
             self._step(mark),
             self.trace.header.rank,
+            (_name(mark),),
+            since,
         )
 
     def _step(self, mark: Mark) -> int | None:

@@ -559,7 +559,11 @@ class Diagnosis:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one run alone shows to be wrong: kind "gather", "move", "checkpoint", "hidden-write", "uninitialised", "nan"."""
+    """What one run alone shows to be wrong: kind "gather", "move", "checkpoint", "hidden-write", "uninitialised", "nan".
+
+    `names` holds all parameters and buffers that it is about, `name` the first. `since` is the number of the op after
+    which it may have happened, where what is at `seq` only shows that it has; else None.
+    """
 
     kind: str
     cause: Cause
@@ -569,3 +573,5 @@ class Finding:
     seq: int | None
     step: int | None
     rank: int | None
+    names: tuple[str, ...] = ()
+    since: int | None = None

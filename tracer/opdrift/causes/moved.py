@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from opdrift.case import Case, Side
@@ -24,7 +25,9 @@ def gathered(e: Evidence) -> Cause | None:
     """The same of its gathers, of the shard that this rank gave to them, and of an op that changed what was gathered."""
     if not e.size.material:
         return None
-    return _changed_here(e) or _told(e, e.shared.once(_gathers))
+    # what equal inputs do not explain may have come with a gather, behind which nobody read them again
+    alone = e.origin.story == "op" and e.origin.inputs_match is not False
+    return _changed_here(e) or _told(e, e.shared.once(_gathers), with_inputs=alone)
 
 
 def _changed_here(e: Evidence) -> Cause | None:
@@ -60,21 +63,34 @@ def _told(e: Evidence, found: Found, *, with_inputs: bool = False) -> Cause | No
     names = set(e.origin.names)
     for (_, side, _), value in zip(e.sides, values, strict=True):
         if value is not None:
-            names.update(leaf.name for leaf in side.leaves.of(value) if leaf.name)
+            names.update(_names_of(side, value))
     wrong = []
     each_side = zip(e.sides, found, shards, readers, strict=True)
     for (label, side, op), findings, of_storage, reader in each_side:
-        at = op if op is not None else reader
+        at = reader if reader is not None else op  # of a stretch of ops, what reads its result
         before = None if at is None else _told_by(side, at, of_storage)
         if at is not None:  # what is sent to be gathered has the names of its parameters
             read = side.trace.values.storage[side.trace.ops.inputs[at]].tolist()
             names.update(name for storage in read for name in of_storage.get(storage, ()))
             if with_inputs:
                 names.update(_names_read(side, at))
-        wrong += [(label, f) for f in findings if f.name in names and _is_before(f, before)]
+        wrong += [(label, f) for f in findings if names & {*f.names} and _is_before(f, before)]
     if not wrong or len({label for label, _ in wrong}) > 1:
         return None  # it went wrong in both runs: that makes no difference
     return _in_run(*wrong[0])
+
+
+def _names_of(side: Side, value: int) -> Iterator[str]:
+    """Names of a value: as it is, or of the parameter whose place it is in, which a step has written since."""
+    yield from (leaf.name for leaf in side.leaves.of(value) if leaf.name)
+    held = side.leaves.of_storage(value)
+    if held is not None and _place(side.trace, held.value) == _place(side.trace, value):
+        yield held.name
+
+
+def _place(trace: Trace, value: int) -> tuple[int, int]:
+    """Where in its storage a value begins, and its elements: a transposed view has the same."""
+    return int(trace.values.offset[value]), math.prod(trace.meta(value).shape)
 
 
 def _names_read(side: Side, op: int) -> set[str]:
@@ -94,7 +110,9 @@ def _told_by(side: Side, op: int, shards: Mapping[int, set[str]]) -> int:
 
 
 def _is_before(finding: Finding, seq: int | None) -> bool:
-    return seq is None or finding.seq is None or finding.seq <= seq
+    """Whether what is wrong may have happened before an op, though it may have shown only after it."""
+    since = finding.seq if finding.since is None else finding.since
+    return seq is None or since is None or since <= seq
 
 
 def _moves(case: Case) -> Found:

@@ -70,7 +70,7 @@ def told_once(lost: Sequence[Lost]) -> Iterator[Finding]:
             times = "once more" if again == 1 else f"{again} times more"
             line = f"the same happens {times}, last before op {group[-1].until}"
             cause = replace(cause, evidence=(*cause.evidence, line))
-        yield replace(first, cause=cause)
+        yield replace(first, cause=cause, names=tuple(names))
 
 
 def unexplained(wrong: Sequence[Wrong], lost: Sequence[Lost]) -> list[Wrong]:
@@ -113,7 +113,8 @@ def given_back(trace: Trace, mark: Mark, steps: Steps) -> Iterator[Lost]:
             )
         op = ops[0] if ops else None
         places = tuple((each.name, str(each.source)) for each in ops) or ((name, ""),)
-        finding = finding_at("gather", cause, trace, mark, steps, name=name, op=op)
+        since = _gathered_at(trace, mark)
+        finding = finding_at("gather", cause, trace, mark, steps, names=[name], op=op, since=since)
         written = None if op is None else op.seq
         yield Lost(name, places, finding, unit_of(mark), written, mark.seq)
 
@@ -133,7 +134,8 @@ def rebound(trace: Trace, mark: Mark, steps: Steps, told: set[str]) -> Iterator[
             ),
             "Do not assign .data or the attribute of a gathered parameter. " + _SHARDS,
         )
-        yield finding_at("gather", cause, trace, mark, steps, name=names[0])
+        since = _gathered_at(trace, mark)
+        yield finding_at("gather", cause, trace, mark, steps, names=names, since=since)
 
 
 def shard_exchanged(trace: Trace, mark: Mark, steps: Steps) -> Iterator[Finding]:
@@ -151,7 +153,7 @@ def shard_exchanged(trace: Trace, mark: Mark, steps: Steps) -> Iterator[Finding]
             "Write into the shard that is there (parameter.to_local().copy_(x), or load_state_dict); do not assign"
             " .data, _local_tensor or the module's attribute.",
         )
-        yield finding_at("gather", cause, trace, mark, steps, name=names[0])
+        yield finding_at("gather", cause, trace, mark, steps, names=names)
 
 
 def _writers(trace: Trace, name: str, mark: Mark) -> list[Op]:
@@ -200,7 +202,9 @@ def shard_changed(trace: Trace, mark: Mark, steps: Steps) -> Iterator[Finding]:
             "Look for a write that the dispatcher cannot see: another thread, a copy that nobody waited"
             " for, numpy, .data, a custom kernel. Wait for it before the parameters are gathered.",
         )
-        yield finding_at("hidden-write", cause, trace, mark, steps, name=part.get("parameter"))
+        yield finding_at(
+            "hidden-write", cause, trace, mark, steps, names=[str(part.get("parameter"))]
+        )
 
 
 def _place(part: Mapping[str, Any]) -> Iterator[str]:

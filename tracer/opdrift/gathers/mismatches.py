@@ -235,4 +235,4 @@ def _transfer(
         (said.rstrip(), *evidence),
         _AGAIN if stale else _WAIT,
     )
-    return finding_at("gather", cause, trace, mark, steps, name=names[0] if names else None)
+    return finding_at("gather", cause, trace, mark, steps, names=names)

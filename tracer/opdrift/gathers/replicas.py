@@ -93,7 +93,7 @@ def _apart(at: Mapping[int, _Held], told: set[tuple[int | None, object]]) -> Fin
             f" opdrift show TRACE --leaf '{names[0]}'.",
         )
         return finding_at(
-            "replica", cause, other.trace, other.mark, Steps(other.trace), name=names[0]
+            "replica", cause, other.trace, other.mark, Steps(other.trace), names=names
         )
     return None
 

@@ -19,19 +19,33 @@ def finding_at(
     mark: Mark,
     steps: Steps,
     *,
-    name: str | None,
+    names: Sequence[str],
     op: Op | None = None,
+    since: int | None = None,
 ) -> Finding:
-    """A finding at a mark, or at the op that did it; the module is the unit that the mark is about."""
+    """A finding at a mark, or at the op that did it; the module is the unit that the mark is about.
+
+    Args:
+        kind: Which sort of finding.
+        cause: What it says.
+        trace: Where.
+        mark: The mark.
+        steps: The steps of the trace.
+        names: The parameters that it is about, the one that it shows first.
+        op: What did it; None where no op did.
+        since: Number of the op after which it may have happened, where the mark only shows that it has.
+    """
     return Finding(
         kind,
         cause,
-        name,
+        names[0] if names else None,
         None if op is None else op.name,
         str(mark.fields.get("unit") or ""),
         mark.seq if op is None else op.seq,
         step_of(mark, steps),
         trace.header.rank,
+        tuple(names),
+        since if op is None else None,
     )
 
 
