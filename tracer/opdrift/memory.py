@@ -134,26 +134,29 @@ class InFlight:
     Args:
         work: What tells when it is done; None where nothing tells when it is done.
         readable: Whether `is_completed()` means that the output may be read (not so for reduce_scatter on gloo).
+        message: It is one rank's message: `is_completed()` means that the program's own wait has returned, and what is
+            read before is a matter of time, whatever has come by then.
     """
 
-    __slots__ = ("_done", "_readable", "_work", "filled")
+    __slots__ = ("_done", "_message", "_readable", "_work", "filled")
 
-    def __init__(self, work: Work | None, *, readable: bool) -> None:
+    def __init__(self, work: Work | None, *, readable: bool, message: bool = False) -> None:
         #: storage -> layouts and value ids of what is being filled in it
         self.filled: dict[int, list[tuple[Key, int]]] = {}
         self._work = work
         self._readable = readable
+        self._message = message
         self._done = False
 
     def is_under_way(self) -> bool:
-        """Whether it is certain that the output is not there yet.
+        """Whether it is certain that the output is not there yet, or that the program has not waited for it.
 
         On gloo a work says so a moment after its future does, by which C++ waits (measured: DDP under load).
         """
         if self._work is None or not self._readable or self.is_done():
             return False
         future = getattr(self._work, "get_future", None)
-        if future is None:
+        if future is None or self._message:
             return True
         try:
             return not future().done()

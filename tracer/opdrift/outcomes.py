@@ -124,5 +124,7 @@ class Outcomes:
         if use.plan.waits and self._collectives.settled(work, readable=readable):
             self._values.written(t, tensors, outputs)
             return 0
-        self._values.written(t, tensors, outputs, in_flight=InFlight(work, readable=readable))
+        message = "recv" in use.plan.name
+        in_flight = InFlight(work, readable=readable, message=message)
+        self._values.written(t, tensors, outputs, in_flight=in_flight)
         return PENDING | UNFINGERPRINTED

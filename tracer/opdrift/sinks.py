@@ -40,6 +40,8 @@ class Sink:
         left: Left value id, None where the left run has no such result.
         right: Right value id.
         differs: Known to differ, or missing on one side.
+        row: Row of the pair of ops that took it to the program or to another process; -1 for others.
+        slot: Its position among their inputs.
     """
 
     name: str
@@ -47,6 +49,8 @@ class Sink:
     left: int | None
     right: int | None
     differs: bool
+    row: int = -1
+    slot: int | None = None
 
 
 def find_sinks(compared: Compared, left: LeafTable, right: LeafTable) -> list[Sink]:
@@ -436,8 +440,8 @@ def _steering(compared: Compared) -> list[Sink]:
         a = compared.left.trace.ops.inputs[op].tolist()
         b = compared.right.trace.ops.inputs[int(compared.pairing.right[row])].tolist()
         found += [
-            _sink(compared, "steering", "", x, y)
-            for x, y in zip(a, b, strict=False)
+            Sink("", "steering", x, y, differs=True, row=row, slot=slot)
+            for slot, (x, y) in enumerate(zip(a, b, strict=False))
             if _differ(compared, x, y)
         ]
     return found

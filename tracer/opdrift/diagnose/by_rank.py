@@ -11,8 +11,9 @@ from opdrift.errors import IncomparableTracesError
 from opdrift.records import RANK_ENDED, Cause, Diagnosis, Divergence
 from opdrift.tracefile.reader import Trace
 from opdrift.wording import listed
+from opdrift.world.causes import READ_LATE, of_wrong_message
 from opdrift.world.parts import Gathered
-from opdrift.world.received import Exchanges, Received
+from opdrift.world.received import Arrived, Exchanges, Received
 
 _WEIGHT = {"diverged": 0, "rounding": 1, "identical": 2}
 SLUG = "other-rank"
@@ -147,6 +148,7 @@ def _attributed(
     rank: int, one: Diagnosis, exchanges: Exchanges
 ) -> tuple[Diagnosis, Received | Gathered | None]:
     """A rank's diagnosis, with what it only receives said as such; the first of all if it has nothing of its own."""
+    one = _with_messages(rank, one, exchanges)
     received: list[Received | Gathered | None] = [
         exchanges.received(rank, origin)
         if _may_be_handed(origin)
@@ -164,9 +166,59 @@ def _attributed(
         (o for o in origins if o.material), None
     )
     first = material or origins[0]
-    causes = tuple(dict.fromkeys([first.cause, *(o.cause for o in origins)]))
+    # further collectives and messages bring more of the same
+    told = [first.cause, *(o.cause for o in own), *(o.cause for o in origins)]
+    handed = next((c for c in told if c.slug == SLUG), None)
+    causes = tuple(dict.fromkeys(c for c in told if c.slug != SLUG or c is handed))
     changed = replace(one, origins=origins, first=first, first_bitwise=origins[0], causes=causes)
     return changed, next(got for got in received if got) if first.cause.slug == SLUG else None
+
+
+def _with_messages(rank: int, one: Diagnosis, exchanges: Exchanges) -> Diagnosis:
+    """A rank's diagnosis; where a message did not arrive as it was sent, or was read too early, that is the cause."""
+    found = {
+        origin: got
+        for origin in one.origins
+        if _may_be_handed(origin)
+        and origin.cause.confidence == "possible"
+        and (got := exchanges.arrived(rank, origin)) is not None
+    }
+    if not found:
+        return one
+    changed = {origin: replace(origin, cause=_not_as_sent(got)) for origin, got in found.items()}
+    before = {origin.cause for origin in found}
+    origins = tuple(changed.get(origin, origin) for origin in one.origins)
+    first = None if one.first is None else changed.get(one.first, one.first)
+    causes = [*(o.cause for o in origins), *(c for c in one.causes if c not in before)]
+    if first is not None:
+        causes.insert(0, first.cause)
+    return replace(
+        one,
+        origins=origins,
+        first=first,
+        first_bitwise=origins[0],
+        causes=tuple(dict.fromkeys(causes)),
+    )
+
+
+def _not_as_sent(got: Arrived) -> Cause:
+    sender, place = got.sent.rank, got.received.place
+    same = f"rank {sender} sent the same in both runs (op {got.sent.seq} there in the left one)"
+    if got.wrong is not None:
+        word, wrong = got.wrong
+        cause = of_wrong_message(wrong)
+        return replace(
+            cause,
+            summary=f"in the {word} run, {cause.summary}",
+            evidence=(same, *cause.evidence),
+        )
+    return Cause(
+        "race",
+        "possible",
+        f"{place} gave this rank something else, although rank {sender} sent the same in both runs",
+        (same, "what arrived was not read when it was there, so nothing tells which run is wrong"),
+        READ_LATE,
+    )
 
 
 def _received_first(one: Diagnosis, got: Received) -> Diagnosis:
@@ -186,6 +238,8 @@ def _may_be_handed(origin: Divergence) -> bool:
 def _handed_on(origin: Divergence, got: Received | Gathered) -> Divergence:
     if isinstance(got, Gathered):
         return replace(origin, cause=_in_a_gather(got))
+    if got.sent is not None:
+        return replace(origin, cause=_in_a_message(got, *got.sent), inputs_match=False)
     gave = (
         f"this rank gave the same to {got.place} (op {got.seq}) in both runs; {listed(got.givers)} did not"
         if got.seen
@@ -201,6 +255,22 @@ def _handed_on(origin: Divergence, got: Received | Gathered) -> Divergence:
         f"Look at {listed(got.givers)}: diff-trace LEFT RIGHT --rank {got.givers[0]}",
     )
     return replace(origin, cause=cause, inputs_match=False)
+
+
+def _in_a_message(got: Received, left: int, right: int) -> Cause:
+    (sender,) = got.givers
+    same = (
+        f"op {left} there"
+        if left == right
+        else f"op {left} there in the left run, op {right} in the right one"
+    )
+    return Cause(
+        SLUG,
+        "certain",
+        f"{got.place} hands on what differs on rank {sender}",
+        (f"rank {sender} sent something else in the right run than in the left one ({same})",),
+        f"Look at rank {sender}: diff-trace LEFT RIGHT --rank {sender}",
+    )
 
 
 def _in_a_gather(got: Gathered) -> Cause:

@@ -314,7 +314,7 @@ def _at_results(
         row = case.compared.made_by_one_pair(sink.left, sink.right)
         if row >= 0 and case.compared.tainted[row]:
             continue
-        found = judge.judge(sink.left, sink.right, -1, None)
+        found = judge.judge(sink.left, sink.right, sink.row, sink.slot)
         if found is not None and end is not None and end.explains(found):
             explained.append(found)
         elif found is not None:

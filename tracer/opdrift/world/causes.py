@@ -111,6 +111,12 @@ def of_message(sent: Message, received: Message) -> Cause:
     )
 
 
+READ_LATE: Final = (
+    "Let nothing write into a tensor between isend() and its wait(), and read what irecv() fills after its wait() only:"
+    " look for a buffer that is used again too early, numpy, and other threads and streams."
+)
+
+
 def of_wrong_message(wrong: WrongMessage) -> Cause:
     """A rank received something else than its peer sent."""
     sent, received = wrong.sent, wrong.received
@@ -124,8 +130,7 @@ def of_wrong_message(wrong: WrongMessage) -> Cause:
             *(f"rank {part.rank}: {part.asked}, {_where(part)}" for part in (sent, received)),
             *([more] if wrong.more else []),
         ),
-        "Let nothing write into a tensor between isend() and its wait(), and read what irecv() fills after its wait() only:"
-        " look for a buffer that is used again too early, numpy, and other threads and streams.",
+        READ_LATE,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from opdrift.records import Mark
@@ -70,7 +71,7 @@ class Message:
         return f"{self.what} of {in_words(self.tensors)}" if self.tensors else self.what
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Messages:
     """The messages of a run.
 
@@ -81,6 +82,11 @@ class Messages:
 
     met: Sequence[tuple[Message, Message]] = ()
     alone: Sequence[Message] = ()
+
+    @cached_property
+    def by_receiver(self) -> Mapping[tuple[int, int], tuple[Message, Message]]:
+        """(receiver, number of its op) -> both parts of the message."""
+        return {(received.rank, received.seq): (sent, received) for sent, received in self.met}
 
 
 @dataclass(slots=True)

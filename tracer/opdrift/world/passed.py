@@ -46,7 +46,7 @@ def wrong_messages(world: World) -> Iterator[WrongMessage]:
             continue  # told by itself
         line = lines.setdefault(sent.line, _Exchanged())
         line.parts.append((sent, received))
-        line.gave.append(_at(_sent(world, sent), 0))
+        line.gave.append(_at(contents_sent(world, sent), 0))
         line.took.append(_at(got(world, received), 0))
     for line in lines.values():
         wrong = [k for k in range(len(line.parts)) if _differ(line.gave[k], line.took[k])]
@@ -60,7 +60,7 @@ def wrong_parts(
     world: World, meeting: Meeting, outputs: Mapping[int, Sequence[Handed | None]]
 ) -> tuple[int, tuple[str, ...]] | None:
     """A rank that was handed something else by gather, scatter or all_to_all than what others gave it, and by whom."""
-    gave = {rank: _sent(world, part) for rank, part in meeting.members.items()}
+    gave = {rank: contents_sent(world, part) for rank, part in meeting.members.items()}
     for place, rank in enumerate(meeting.ranks):
         pieces = outputs.get(rank, ())
         if meeting.what == "scatter":
@@ -100,7 +100,7 @@ def _wrong(wanted: Mapping[int, Content | None], pieces: Sequence[Handed | None]
     return list(wanted)
 
 
-def _sent(world: World, part: Collective | Message) -> Sequence[Content | None]:
+def contents_sent(world: World, part: Collective | Message) -> Sequence[Content | None]:
     """What a rank handed over, as it was read then; else what was known of it."""
     if part.sent and None not in part.sent:
         return part.sent

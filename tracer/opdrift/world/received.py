@@ -1,4 +1,4 @@
-"""Which differences between two runs a rank only receives: another rank gave something else to a collective.
+"""Which differences between two runs a rank only receives: another rank gave something else to a collective or a message.
 
 A collective's inputs are those of all its ranks. Where a rank's own are equal in both runs and what it got is not,
 the rank by itself looks like the origin; the ranks that gave something else are nearer to it (notes: integrity 4).
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -18,7 +19,9 @@ from opdrift.tracefile.reader import Trace
 from opdrift.world.carried import in_words, parameters_of
 from opdrift.world.collectives import Meeting, World
 from opdrift.world.handed import given
+from opdrift.world.messages import Message
 from opdrift.world.parts import Parts
+from opdrift.world.passed import WrongMessage, contents_sent, wrong_messages
 
 #: Before a content that arrived late so many views are passed.
 _VIEWS = 8
@@ -30,24 +33,37 @@ class Received:
     """What a rank was handed by others.
 
     Attributes:
-        meeting: The collective, as in the left run; as in the right one where only that has any.
+        place: The collective, as in the left run, or as in the right one where only that has any; or this rank's part in a
+            message. In words: `all_reduce 3 of group 0`.
         seq: Its op's number on the rank that got it, in that run.
         givers: Ranks that gave something else to it than in the other run.
         carried: What it carries, in words: `gradients of a.weight and 5 more`; empty where nothing tells.
+        sent: Of a message: the numbers of the op that sent it, in the left run and in the right one; None of a collective.
         seen: Whether both runs have the collective, so that what was given to it is known to differ; else what one rank
             gave is made of what differs there.
     """
 
-    meeting: Meeting
+    place: str
     seq: int
     givers: tuple[int, ...]
     carried: str = ""
     seen: bool = True
+    sent: tuple[int, int] | None = None
 
-    @property
-    def place(self) -> str:
-        """In words: `all_reduce 3 of group 0`."""
-        return next(iter(self.meeting.members.values())).place
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A message whose sender gave the same in both runs, and whose receiver got something else.
+
+    Attributes:
+        sent: The sender's part in the left run.
+        received: The receiver's there.
+        wrong: In which run it did not arrive as it was sent, as a word, and how; None where nothing shows that.
+    """
+
+    sent: Message
+    received: Message
+    wrong: tuple[str, WrongMessage] | None
 
 
 class Exchanges:
@@ -81,7 +97,52 @@ class Exchanges:
             )
             if givers and not self._gave_another(rank, one, other):
                 return self._received(left, rank, one, givers, seen=True)
+        for mine, theirs in self._messages_behind(rank, origin):
+            if _sent_another(left, right, mine, theirs):
+                sent, received = mine
+                seqs = sent.seq, theirs[0].seq
+                return Received(received.place, received.seq, (sent.rank,), sent=seqs)
         return None
+
+    def arrived(self, rank: int, origin: Divergence) -> Arrived | None:
+        """The message that an origin is, or reads, if its sender is known to have given the same in both runs."""
+        left, right = self._worlds.left, self._worlds.right
+        for one, other in self._messages_behind(rank, origin):
+            if _sent_another(left, right, one, other) is False:
+                return Arrived(*one, self._wrong(one[1], other[1]))
+        return None
+
+    def _wrong(self, one: Message, other: Message) -> tuple[str, WrongMessage] | None:
+        """In which run a message did not arrive as it was sent."""
+        wrong = self._wrong_messages
+        if (one.rank, one.seq) in wrong.left:
+            return "left", wrong.left[one.rank, one.seq]
+        if (other.rank, other.seq) in wrong.right:
+            return "right", wrong.right[other.rank, other.seq]
+        return None
+
+    @cached_property
+    def _wrong_messages(self) -> Sides[Mapping[tuple[int, int], WrongMessage]]:
+        def of(world: World) -> Mapping[tuple[int, int], WrongMessage]:
+            return {(w.received.rank, w.received.seq): w for w in wrong_messages(world)}
+
+        return Sides(of(self._worlds.left), of(self._worlds.right))
+
+    def _messages_behind(
+        self, rank: int, origin: Divergence
+    ) -> Iterator[tuple[tuple[Message, Message], tuple[Message, Message]]]:
+        """Messages that an origin is, or reads the content of, as (sender's, receiver's) in the left run and in the right one."""
+        left, right = self._worlds.left, self._worlds.right
+        if origin.seq.left is None or origin.seq.right is None or rank not in left.traces:
+            return
+        found = zip(
+            _messages_behind(left, rank, origin.seq.left),
+            _messages_behind(right, rank, origin.seq.right),
+            strict=False,
+        )
+        for one, other in found:
+            if (one[1].line, one[1].number) == (other[1].line, other[1].number):
+                yield one, other
 
     def from_wrong(
         self, rank: int, origin: Divergence, others: Mapping[int, Divergence]
@@ -135,7 +196,7 @@ class Exchanges:
     ) -> Received:
         part = meeting.members[rank]
         carried = in_words(part, parameters_of(world.traces[rank], part))
-        return Received(meeting, part.seq, givers, carried, seen)
+        return Received(part.place, part.seq, givers, carried, seen)
 
     def before(self, rank: int, origin: Divergence) -> int:
         """How many collectives a rank had issued before an op: where it stands among the ops of all ranks."""
@@ -157,6 +218,33 @@ class Exchanges:
             strict=False,
         )
         return any(a is not None and b is not None and a.key != b.key for a, b in pairs)
+
+
+def _sent_another(
+    left: World, right: World, one: tuple[Message, Message], other: tuple[Message, Message]
+) -> bool | None:
+    """Whether the sender of a message gave other contents in the right run than in the left one; None if that is not known."""
+    gave = contents_sent(left, one[0]), contents_sent(right, other[0])
+    if not all(gave) or any(part is None for side in gave for part in side):
+        return None
+    return gave[0] != gave[1]
+
+
+def _messages_behind(world: World, rank: int, seq: int) -> Iterator[tuple[Message, Message]]:
+    """The messages that an op receives, or reads the content of, through views."""
+    trace, received = world.traces[rank], world.messages.by_receiver
+    index = trace.index_of(seq)
+    if index is None:
+        return
+    if (rank, seq) in received:
+        yield received[rank, seq]
+        return
+    for value in trace.ops.inputs[index].tolist():
+        for writer in _writers(trace, value):
+            at = rank, int(trace.ops.seq[writer])
+            if at in received:
+                yield received[at]
+                break
 
 
 def _key(meeting: Meeting) -> object:
