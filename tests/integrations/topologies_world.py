@@ -33,7 +33,6 @@ from torch.nn.parallel import DistributedDataParallel
 import opdrift
 from opdrift_integrations.torch_pipelining import TorchPipeliningIntegration
 
-LATER = "layers.1.fc2.weight"
 WORLD = 4
 
 
@@ -141,12 +140,16 @@ def on(rank: int, act: Callable[[torch.Tensor], object]) -> Callable[[nn.Module]
     def between(model: nn.Module) -> None:
         if dist.get_rank() == rank:
             with torch.no_grad():
-                act(local(dict(model.named_parameters())[LATER]))
+                act(local(model.layers[1].fc2.weight))
 
     return between
 
 
-FAULTS = {"poked": on(3, lambda part: poke(part, 4)), "added": on(3, lambda part: part.add_(0.5))}
+FAULTS = {
+    "poked": (hybrid2, on(3, lambda part: poke(part, 4))),
+    "added": (hybrid2, on(3, lambda part: part.add_(0.5))),
+    "added-flat": (hybrid1, on(3, lambda part: part.add_(0.5))),
+}
 
 
 class Stage(nn.Module):
@@ -227,8 +230,8 @@ def main(rank: int, folder: Path) -> None:
         runs = [train(made(kind, wrap), trace) for trace in (None, str(folder / name))]
         said[name] = runs[0] == runs[1]
     said["pipeline"] = pipeline(None) == pipeline(str(folder / "pipeline"))
-    for name, between in FAULTS.items():
-        train(made(Net, hybrid2), str(folder / name), between)
+    for name, (wrap, between) in FAULTS.items():
+        train(made(Net, wrap), str(folder / name), between)
     uneven(str(folder / "uneven"))
     from_nothing(str(folder / "nothing"))
     (folder / f"said-{rank}.json").write_text(json.dumps(said))

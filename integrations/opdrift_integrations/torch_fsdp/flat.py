@@ -1,7 +1,7 @@
 """Watch FSDP1, which puts the parameters of a unit end to end into one flat parameter.
 
-Hook points (torch 2.13): `torch/distributed/fsdp/_flat_param.py`, class `FlatParamHandle`, and `_lazy_init` of
-`_runtime_utils.py`, which casts buffers.
+Hook points (torch 2.13): `torch/distributed/fsdp/_flat_param.py`, class `FlatParamHandle`, and of `_runtime_utils.py`
+`_lazy_init`, which casts buffers, and `_unshard`, which knows the ranks that hold the same shard.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ Observation = Generator[None, Any, None]
 
 #: (module, class or "", name) of what is watched.
 HOOKS: Final = {
+    "replicas": ("torch.distributed.fsdp._runtime_utils", "", "_unshard"),
     "unshard": ("torch.distributed.fsdp._flat_param", "FlatParamHandle", "unshard"),
     "reshard": ("torch.distributed.fsdp._flat_param", "FlatParamHandle", "reshard"),
     "free": ("torch.distributed.fsdp._flat_param", "FlatParamHandle", "_free_unsharded_flat_param"),
@@ -45,6 +46,8 @@ class FlatWatcher:
         self._follower = follower
         self._recorder = follower.recorder
         self._units: WeakKeyDictionary[Any, Unit] = WeakKeyDictionary()
+        #: The ranks that hold the same shard, under hybrid sharding.
+        self._replicas: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
 
     def shards(self) -> Iterator[tuple[Unit, Memory]]:
         """The units that were met, and where their shards are; not to be held."""
@@ -52,6 +55,15 @@ class FlatWatcher:
             yield unit, _over(unit, handle, handle.flat_param.data)
 
     # ---- observers ----------------------------------------------------------------------------------
+
+    def replicas(
+        self, state: Any, handle: Any, unshard_stream: Any, pre_unshard_stream: Any
+    ) -> Observation:
+        """`_unshard`: only the wrapper's state has the group over which hybrid sharding reduces gradients of one shard."""
+        group = getattr(state, "_inter_node_pg", None)
+        if group is not None and handle is not None and handle not in self._replicas:
+            self._replicas[handle] = list(dist.get_process_group_ranks(group))
+        yield
 
     def unshard(self, handle: Any) -> Observation:
         """`unshard`: the gather; nothing is gathered where the full parameters are still there."""
@@ -131,6 +143,8 @@ class FlatWatcher:
             with self._recorder.quiet():
                 buffer = buffer_of(handle, path or "")
             found = Unit(path, buffer, bool(handle._offload_params), blocking=False)
+            if handle in self._replicas:
+                found.fields["replicas"] = self._replicas[handle]
             self._units[handle] = found
         return found
 

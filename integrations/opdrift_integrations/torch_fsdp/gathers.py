@@ -6,7 +6,7 @@ marks have `library` ("torch_fsdp"), `unit` (path of the module; null if the rec
 `phase` (forward, backward, or summon: the program asked for the parameters) and `step` (how many optimizer
 steps were done before). Those about parameters have `buffer`, `parameters` [[name, offset, shape]], `tied`
 [[name, owner]], where there are any `split` [name] (FSDP2: those of which tensor parallelism has left a part on this
-rank, which is gathered) and `replicas` (FSDP2 on a mesh of two dimensions: the ranks that hold the same parts), and
+rank, which is gathered) and `replicas` (hybrid sharding: the ranks that hold the same parts), and
 `layout`: "flat" where the parameters follow each other and shards cut them anywhere
 (FSDP1; offsets count from the start of the buffer), "each" where a shard holds its rank's padded part of each
 parameter (FSDP2; offsets count from the start of a shard).
