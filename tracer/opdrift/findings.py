@@ -39,8 +39,8 @@ def findings(traces: Iterable[Trace]) -> tuple[Finding, ...]:
     if mixed is not None:  # nothing between them means anything
         return _sorted([another_run(*mixed), *_of_each(ranks)])
     found = without_handed(world, _of_each(ranks))
-    found += gather_findings(ranks)
-    found += world_findings(world)
+    gathered = list(gather_findings(ranks))
+    found += [*gathered, *world_findings(world, gathered)]
     if any(each.kind == "checkpoint" for each in found):
         found = _with_random_parts(found, random_parts(ranks))
     return _sorted(found)

@@ -45,7 +45,7 @@ from opdrift.world.causes import (
     of_wrong_results,
 )
 from opdrift.world.collectives import Collective, Disagreement, World
-from opdrift.world.declared import DeclaredAlike, Unequal, of_unequal
+from opdrift.world.declared import DeclaredAlike, Unequal, is_told_before, of_unequal
 from opdrift.world.ends import End, first_ends
 from opdrift.world.findings import (
     end_findings,
@@ -217,15 +217,17 @@ class _Check:
         loads = loads_apart(self.world, splits)
         if loads:
             yield self._of_loads(loads)
+        gathered = list(gather_findings(list(self.world.traces.values())))
         for unequal in self._declared.unequal({split.replica.name for split in splits}):
-            yield self._of_unequal(unequal)
+            if not is_told_before(unequal, gathered):
+                yield self._of_unequal(unequal)
         for wrong in by_place(wrong_results(self.world)):
             yield self._of_results(wrong)
         yield from self._disagreements()
         yield from self._messages()
         for mode in other_modes(self.world, self._replicas):
             yield self._of_mode(mode)
-        for finding in gather_findings(list(self.world.traces.values())):
+        for finding in gathered:
             yield self._of_gather(finding)
 
     def notes(self, ended: Sequence[int], told: Collection[str | None]) -> Iterator[str]:

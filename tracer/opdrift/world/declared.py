@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 
 from opdrift.compare import Difference, describe, difference
-from opdrift.records import Cause, Op
+from opdrift.records import Cause, Finding, Op
 from opdrift.tfp1 import Code
 from opdrift.tracefile.columns import Ints
 from opdrift.tracefile.reader import Trace
@@ -134,6 +134,16 @@ class DeclaredAlike:
         }
         names = (named.get(int(storage[value])) for value in reversed(path))
         return next((name for name in names if name is not None), None)
+
+
+def is_told_before(found: Unequal, findings: Collection[Finding]) -> bool:
+    """Whether a gather before it showed already that ranks hold other parts of the same parameter."""
+    for each in findings:
+        given = None if each.rank is None else found.given.get(each.rank)
+        same = each.kind == "replica" and found.name in each.names
+        if same and given is not None and each.seq is not None and each.seq <= given.seq:
+            return True
+    return False
 
 
 def of_unequal(found: Unequal) -> Cause:

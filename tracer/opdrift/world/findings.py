@@ -21,7 +21,7 @@ from opdrift.world.causes import (
     of_wrong_results,
 )
 from opdrift.world.collectives import Collective, Disagreement, World
-from opdrift.world.declared import DeclaredAlike, Unequal, of_unequal
+from opdrift.world.declared import DeclaredAlike, Unequal, is_told_before, of_unequal
 from opdrift.world.ends import End, ends, first_ends
 from opdrift.world.handed import given
 from opdrift.world.loads import LoadedDifferently, loaded_differently
@@ -32,12 +32,17 @@ from opdrift.world.results import WrongResult, by_place, minority, wrong_results
 from opdrift.world.work import of_other_mode, other_modes
 
 
-def world_findings(world: World) -> Iterator[Finding]:
-    """Collectives that disagree or went wrong, replicas that differ, ranks that ended early."""
+def world_findings(world: World, gathered: Sequence[Finding] = ()) -> Iterator[Finding]:
+    """Collectives that disagree or went wrong, replicas that differ, ranks that ended early.
+
+    Args:
+        world: All ranks.
+        gathered: What is wrong with their gathers.
+    """
     if len(world.traces) < 2:
         return
     yield from end_findings(world)
-    yield from _contents(world)
+    yield from _contents(world, gathered)
 
 
 def end_findings(world: World) -> Iterator[Finding]:
@@ -53,7 +58,7 @@ def end_findings(world: World) -> Iterator[Finding]:
     yield from _of_messages(world, first)
 
 
-def _contents(world: World) -> Iterator[Finding]:
+def _contents(world: World, gathered: Sequence[Finding]) -> Iterator[Finding]:
     for wrong in by_place(wrong_results(world)):
         yield _wrong_results(world, wrong)
     for message in wrong_messages(world):
@@ -66,7 +71,8 @@ def _contents(world: World) -> Iterator[Finding]:
         yield _split(world, replicas, group)
     told = {split.replica.name for split in splits}
     for unequal in DeclaredAlike(world, replicas).unequal(told):
-        yield _unequal(world, unequal)
+        if not is_told_before(unequal, gathered):
+            yield _unequal(world, unequal)
     for mode in other_modes(world, replicas):
         name = mode.names[0]
         cause = of_other_mode(mode, world)
