@@ -11,7 +11,7 @@ from opdrift.diagnose.answer import diagnose
 from opdrift.diagnose.by_rank import of_one_rank, of_ranks
 from opdrift.diagnose.one_process import with_each
 from opdrift.errors import IncomparableTracesError
-from opdrift.records import Diagnosis
+from opdrift.records import Diagnosis, Sides
 from opdrift.render.card import headline
 from opdrift.testing import Builder, collective
 from opdrift.tracefile.reader import Trace
@@ -455,3 +455,76 @@ def test_what_one_rank_does_otherwise_than_the_one_process_is_found():
         "the one process of the left run was compared with each of ranks 0 and 1; this is rank 1"
         in found.notes
     )
+
+
+ORDER = ("a", "b", "c", "d")
+DATA = np.linspace(-1, 1, 16, dtype=np.float32)
+
+
+def stage(*names: str, rank: int | None = None, wrong: str = "", extra: str = "") -> Trace:
+    """A chain of layers, all of them in one process, or some on a rank that receives what it is not given.
+
+    Args:
+        names: The layers.
+        rank: The rank; None for one process.
+        wrong: A layer that computes something else.
+        extra: A layer that does something more, or "after" one: what is done in no layer.
+    """
+    build = Builder() if rank is None else Builder(rank=rank, world_size=2)
+    before = ORDER.index(names[0])
+    x = build.leaf("x", kind="input", content=DATA)
+    if before:
+        x = build.op("recv_", x, content=DATA * np.float32(2**before))
+    for name in names:
+        with build.scope(name):
+            factor = np.float32(2.5 if name == wrong else 2)
+            x = build.op("mm", x, build.leaf(f"{name}.weight"), content=build.content(x) * factor)
+            if name == extra:
+                x = build.op("dropout", x, content=build.content(x) * np.float32(1.25))
+        if extra == f"after {name}":
+            x = build.op("mul", x, content=build.content(x) * np.float32(1.25))
+    build.output(x)
+    return build.build()
+
+
+def of_stage(whole: Trace, part: Trace, other: Trace) -> Diagnosis:
+    return diagnose(whole, part, fellows=Sides((), (other,)))
+
+
+FIRST, SECOND = stage("a", "b", rank=0), stage("c", "d", rank=1)
+
+
+@pytest.mark.parametrize(("part", "other"), [(FIRST, SECOND), (SECOND, FIRST)])
+def test_a_stage_lacks_nothing_that_other_ranks_hold(part: Trace, other: Trace):
+    """What both have is equal; the rest of the model is on the other rank."""
+    found = of_stage(stage("a", "b", "c", "d"), part, other)
+
+    assert found.verdict == "identical"
+    assert any("a part of the model" in note for note in found.notes)
+
+
+def test_without_the_rank_that_holds_the_rest_a_part_of_a_model_is_another_model():
+    found = diagnose(stage("a", "b", "c", "d"), FIRST)
+
+    assert found.verdict == "diverged"
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        stage("c", "d", rank=1, wrong="c"),
+        stage("c", "d", rank=1, extra="c"),
+        stage("c", "d", rank=1, extra="after c"),
+        stage("c", "d", rank=1, extra="after d"),
+    ],
+    ids=[
+        "another result",
+        "an op more in a module of the stage",
+        "an op more between its modules",
+        "an op more behind its modules",
+    ],
+)
+def test_what_a_stage_does_otherwise_is_found(part: Trace):
+    found = of_stage(stage("a", "b", "c", "d"), part, FIRST)
+
+    assert found.verdict == "diverged"

@@ -38,6 +38,7 @@ from opdrift.diagnose.portions import (
 )
 from opdrift.diagnose.reach import reach_of
 from opdrift.diagnose.reordered import settled
+from opdrift.diagnose.stages import stage_of
 from opdrift.diagnose.surroundings import (
     environment_of,
     notes_of,
@@ -117,10 +118,13 @@ def diagnose(
     whole = left.complete and right.complete
     progress("looking for where differences begin")
     found = find_origins(case, whole=whole)
+    stage = stage_of(case, fellows)
+    if stage is not None:
+        found = stage.judged(found)
     unknown = not whole and not unfinished
     if not found.origins and (unknown or (samples is not None and not found.sinks)):
         raise _nothing_found(left, right, case)
-    portions = portions_of(case, found, fellows)
+    portions = portions_of(case, found, fellows) if stage is None else None
     if portions is None and any(
         o.kind == "leaf" and o.leaf.left and o.leaf.left.kind == "input" for o in found.origins
     ):
@@ -167,6 +171,7 @@ def diagnose(
             *_step_of(case, material or (divergences[0] if divergences else None)),
             *((reach.sentence,) if reach is not None else ()),
             *((portions.sentence,) if isinstance(portions, Settled) else ()),
+            *((stage.sentence,) if stage is not None else ()),
             *in_words(differing),
             *copies_of_one_run(unpaired),
             *(() if case.by_sample else calls_without_counterpart(case, found.sinks)),
