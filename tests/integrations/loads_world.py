@@ -102,11 +102,30 @@ def run(wrap: Callable[[nn.Module], nn.Module], when: str, trace: Path) -> None:
         train(wrap(model))
 
 
+def run_apart(
+    wrap: Callable[[nn.Module], nn.Module], trace: Path, state: dict[str, Tensor]
+) -> None:
+    """Each rank loads what it is given while it is recorded; with an empty state nothing."""
+    model = build()
+    with opdrift.record(trace, model=model):
+        model.load_state_dict(state, strict=False)
+        train(wrap(model))
+
+
 def main(rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     for name, wrap in WRAPS.items():
         for when in LOADS:
             run(wrap, when, folder / f"{name}-{when}")
+    older = {name: tensor * 1.25 for name, tensor in CHECKPOINT.items()}
+    for name in ("ddp", "fsdp1", "fsdp2"):
+        run_apart(WRAPS[name], folder / f"{name}-one", {} if rank else CHECKPOINT)
+        run_apart(WRAPS[name], folder / f"{name}-older", older if rank else CHECKPOINT)
+    with opdrift.record(folder / "ddp-broadcast"):
+        model = build()
+        if not rank:
+            model.load_state_dict(CHECKPOINT)
+        train(WRAPS["ddp"](model))
     dist.barrier()
     dist.destroy_process_group()
 

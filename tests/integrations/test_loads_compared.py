@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 import opdrift
-from opdrift.records import Cause, Diagnosis
+from opdrift.findings import findings
+from opdrift.records import Cause, Diagnosis, Finding
+from opdrift.tracefile.opening import load
 
 pytestmark = pytest.mark.slow
 
@@ -37,6 +39,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory, two_processes: Callable[...
 def both_ways(folder: Path, left: str, right: str) -> tuple[Diagnosis, Diagnosis]:
     one, other = folder / left, folder / right
     return opdrift.diff(one, other, rank=0), opdrift.diff(other, one, rank=0)
+
+
+def findings_of(folder: Path) -> tuple[Finding, ...]:
+    return findings([load(folder, rank=rank) for rank in (0, 1)])
 
 
 def named(cause: Cause) -> str:
@@ -86,3 +92,35 @@ def test_who_loaded_is_told_where_it_is_recorded_and_no_more(
     if not (wrap == "fsdp1" and right == "never-built"):  # rank 0 holds no part of what is filled
         assert said in there.first.cause.summary
     assert back.first.cause.summary == named(there.first.cause)
+
+
+@pytest.mark.parametrize("wrap", ["fsdp1", "fsdp2"])
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("one", "rank 1 did not load 0.weight, "),
+        ("older", "rank 1 loaded 0.weight, "),
+    ],
+)
+def test_ranks_that_cut_their_parts_from_other_wholes_are_found_in_one_run(
+    folder: Path, wrap: str, how: str, said: str
+):
+    """What is gathered is put together of both: neither rank shows that by itself."""
+    (found,) = findings_of(folder / f"{wrap}-{how}")
+
+    assert (found.cause.slug, found.cause.confidence, found.rank) == ("weights", "certain", 1)
+    assert found.cause.summary.startswith(said)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        *(f"{wrap}-{when}" for wrap in ("ddp", *SHARDED) for when in ("before", "inside", "part")),
+        # DDP hands what rank 0 has to the others
+        "ddp-one",
+        "ddp-older",
+        "ddp-broadcast",
+    ],
+)
+def test_ranks_that_load_alike_or_are_handed_it_have_no_finding(folder: Path, run: str):
+    assert not findings_of(folder / run)

@@ -49,6 +49,11 @@ class Start:
     source: Start | None
     later: tuple[Leaf, ...]
 
+    @property
+    def loads(self) -> tuple[int, ...]:
+        """The ops that wrote it, or what it was gathered from, before it was first computed with."""
+        return (*(self.source.writers if self.source is not None else ()), *self.writers)
+
 
 class Starts:
     """What one run starts from, by name.

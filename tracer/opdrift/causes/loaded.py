@@ -51,10 +51,10 @@ def held(side: Side, leaf: Leaf) -> Held | None:
             return None
         value = part.value
     made = side.lineage.of(value)
-    return Held(_way(side, leaf, made), made, leaf)
+    return Held(_way(side, leaf.name, value, made), made, leaf)
 
 
-def _way(side: Side, leaf: Leaf, made: Provenance) -> Way:
+def _way(side: Side, name: str, value: int, made: Provenance) -> Way:
     if made.kind in _FRESH:
         return "fresh"
     if made.kind == "leaf":
@@ -62,15 +62,15 @@ def _way(side: Side, leaf: Leaf, made: Provenance) -> Way:
     if made.kind != "copied":
         return "other"
     storage = side.trace.values.storage
-    own = side.leaves.by_name.get(leaf.name, [])
+    own = side.leaves.by_name.get(name, [])
     if int(storage[made.root]) not in {int(storage[each.value]) for each in own}:
         return "loaded"
-    # a copy of itself: through a gather, or a broadcast, which brings what another rank has
-    words = side.contents.by_place
-    first, now = int(words[own[0].value]), int(words[leaf.value])
-    same_size = side.trace.meta(own[0].value).shape == side.trace.meta(leaf.value).shape
-    alike = side.trace.meta(own[0].value).dtype == side.trace.meta(leaf.value).dtype
-    return "loaded" if same_size and alike and first and now and first != now else "kept"
+    # a copy of itself: a part of it, or through a broadcast, which brings what another rank has
+    first, words = own[0].value, side.contents.by_place
+    metas = side.trace.meta(first), side.trace.meta(value)
+    alike = (metas[0].shape, metas[0].dtype) == (metas[1].shape, metas[1].dtype)
+    known = alike and words[first] and words[value]
+    return "loaded" if known and words[first] != words[value] else "kept"
 
 
 class Ways:

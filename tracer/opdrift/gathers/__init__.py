@@ -18,6 +18,7 @@ from opdrift.gathers.changes import (
 from opdrift.gathers.loading import loaded_on_some, random_parts
 from opdrift.gathers.mismatches import Gathers, Wrong, folded
 from opdrift.gathers.replicas import replicas_apart
+from opdrift.gathers.wholes import loaded_apart
 from opdrift.records import Finding, Mark
 from opdrift.steps import Steps
 from opdrift.tracefile.reader import Trace
@@ -58,6 +59,7 @@ def gather_findings(traces: Sequence[Trace], *, each: bool = False) -> Iterator[
         yield from (one.finding for one in lost) if each else told_once(lost)
     yield from replicas_apart(traces)
     yield from loaded_on_some(traces)
+    yield from loaded_apart(traces)
 
 
 def _is_moved(cast: Mark, following: Mark | None) -> bool:

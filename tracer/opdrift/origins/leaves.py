@@ -41,7 +41,7 @@ def leaf_pairs(case: Case) -> Iterator[LeafPair]:
         starts = case.left.starts.of(name), case.right.starts.of(name)
         if starts[0] is not None and starts[1] is not None:
             left, right = _of_one_type(case, starts[0], starts[1])
-            yield LeafPair(Sides(left.leaf, right.leaf), Sides(left.writers, right.writers))
+            yield LeafPair(Sides(left.leaf, right.leaf), Sides(left.loads, right.loads))
             rows, others = list(starts[0].later), list(starts[1].later)
         if rows and others:
             for a, b in match_rows(rows, others, words)[0]:

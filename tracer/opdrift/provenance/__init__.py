@@ -115,6 +115,16 @@ class Lineage:
             steps += self._common_origin(end.index)
         return self._summary(value, self._trace.meta(value).dtype, steps)
 
+    def passes(self, value: int) -> frozenset[int]:
+        """The storages that a content was copied through, its own included."""
+        place: Place | None = self._places.of(value)
+        found: set[Place] = set()
+        while place is not None and place not in found and len(found) < FOLLOW_LIMIT:
+            found.add(place)
+            self._walk(place)
+            place = self._steps[place].next
+        return frozenset(each.storage for each in found)
+
     def _walk(self, place: Place) -> list[_Step]:
         """From the last writer back, as long as each took its content from one place."""
         steps: list[_Step] = []

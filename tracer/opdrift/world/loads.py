@@ -42,20 +42,31 @@ def loaded_differently(world: World) -> Iterator[LoadedDifferently]:
     told = {name for trace in world.traces.values() for name in sharding(trace)}
     for name in dict.fromkeys(name for by_name in made.values() for name in by_name):
         found = {rank: by_name[name] for rank, by_name in made.items() if name in by_name}
-        loaded = next((rank for rank, how in found.items() if how.kind == "copied"), None)
-        drawn = next((rank for rank, how in found.items() if how.kind in _FRESH), None)
-        if loaded is not None and drawn is not None and name not in told:
-            yield LoadedDifferently(name, loaded, drawn, Sides(found[loaded], found[drawn]))
+        loaded = next((rank for rank, made in found.items() if made.how.kind == "copied"), None)
+        drawn = next((rank for rank, made in found.items() if made.how.kind in _FRESH), None)
+        if loaded is None or drawn is None or name in told:
+            continue
+        keys = [world.neighbours(rank).key(found[rank].value) for rank in (loaded, drawn)]
+        if keys[0] is None or keys[0] != keys[1]:  # else one rank's was broadcast to the others
+            yield LoadedDifferently(name, loaded, drawn, Sides(found[loaded].how, found[drawn].how))
 
 
-def _made(trace: Trace) -> dict[str, Provenance]:
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """What a parameter was when it was first seen, and how it came to be that."""
+
+    value: int
+    how: Provenance
+
+
+def _made(trace: Trace) -> dict[str, _Made]:
     """Name -> how a parameter came to be when it was first seen; those that no op wrote are left out."""
     lineage = Lineage(trace)
     values = trace.values
-    found: dict[str, Provenance] = {}
+    found: dict[str, _Made] = {}
     for leaf in trace.leaves:
         known = leaf.name in found or leaf.kind != "parameter" or leaf.when not in ("entry", "use")
         if known or not (values.write[leaf.value] or trace.producer[leaf.value] >= 0):
             continue
-        found[leaf.name] = lineage.of(leaf.value)
+        found[leaf.name] = _Made(leaf.value, lineage.of(leaf.value))
     return found
