@@ -237,14 +237,17 @@ def test_what_one_line_does_at_every_step_is_told_once_with_all_its_parameters()
     assert found.cause.evidence[-1] == "the same happens 2 times more, last before op 18"
 
 
-def used(*, write: bool = True, before: bool = False, **use: Any) -> Trace:
-    """A weight that is gathered, perhaps written, used for a second time and given back; `before`: used, then written."""
+def used(*, write: bool = True, before: bool = False, shard: str = "abcdef", **use: Any) -> Trace:
+    """A weight that is gathered, perhaps written, used for a second time and given back; `before`: used, then written.
+
+    `shard` is what this rank's part is at that use.
+    """
     build = Builder()
     content = np.arange(8, dtype="<f4")
     weight = build.op("_allgather_base_", build.op("empty", shape=(8,)), content=content)
     build.name(weight, "layers.0.fc.weight", when="gather")
     gather(build)
-    use = {"intact": not write, **use}
+    use = {"intact": not write, "shard": shard, **use}
     if before:
         gather(build, kind="use", nth=2, **use)
     if write:
@@ -277,6 +280,14 @@ def test_a_use_that_the_op_does_not_explain_is_told_beside_it(before, name):
     found = findings([used(before=before, mismatch=[mismatch(name, "??????")])])
 
     assert sorted(str(each.op) for each in found) == ["None", "aten.clamp_.default"]
+
+
+def test_a_use_of_what_the_shard_held_before_is_told_beside_an_op_that_changed_what_was_gathered():
+    """The shard was written since: the op does not explain that the use does not have it."""
+    found = findings([used(shard="ABCDEF", mismatch=[mismatch("layers.0.fc.weight", "abcdef")])])
+
+    assert sorted(str(each.op) for each in found) == ["None", "aten.clamp_.default"]
+    assert any(each.cause.summary.startswith("stale parameters") for each in found)
 
 
 def test_two_runs_name_the_op_that_changed_what_was_gathered():

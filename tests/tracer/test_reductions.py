@@ -146,3 +146,14 @@ def test_samples_are_held_against_what_was_given_there(reduction: str, result: l
     assert said[0] is None
     assert said[1] is not None
     assert said[1].startswith("its element 0 is 9, and what was given there makes ")
+
+
+def test_a_product_that_runs_under_in_some_order_of_its_factors_is_not_judged():
+    build = Builder()
+    contents = ([0, 2], [1e-30, 2], [1e-30, 1], [1e30, 1])
+    values = [build.leaf(f"x{k}", content=np.float32(each)) for k, each in enumerate(contents)]
+    trace = build.build()
+    result, *factors = (trace.fingerprint(value) for value in values)
+    assert None not in (result, *factors)
+
+    assert not_at_samples(result, factors, "PRODUCT", 1e-5) is None  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from opdrift import tfp1
 from opdrift.findings import findings
 from opdrift.testing import Builder, collective
 from opdrift.tracefile.reader import Trace
@@ -148,6 +149,23 @@ def test_gathered_parts_stand_in_the_order_of_the_ranks():
     assert said(world(gathered, gathered)) == []
     (found,) = findings(world(*[lambda build: gathered(build, swapped=True)] * 2))
     assert "laid end to end" in found.cause.evidence[0]
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_what_an_integration_read_anew_where_it_was_sent_counts(seen: bool):
+    """A shard was written past the dispatcher: the recorder's last content of it is not what rank 1 gave."""
+
+    def body(build: Builder) -> None:
+        rank = build.build().header.rank or 0
+        parts = [vector("rank 0"), vector("poked")]
+        value = build.leaf("x", kind="input", content=vector(f"rank {rank}"))
+        collective(build, "all_gather", value, result=np.concatenate(parts))
+        if seen:
+            raw = tfp1.raw_of(parts[rank].view(np.uint32).tolist(), 4)
+            shard = {"raw": f"{raw:016x}", "n": parts[rank].size, "code": int(tfp1.Code.F32)}
+            build.mark("gather", library="torch_fsdp", shard=shard)
+
+    assert [kind for kind, _, _ in said(world(body, body))] == ([] if seen else ["collective"])
 
 
 def test_a_gather_that_is_waited_for_without_what_pads_it_is_not_judged():
@@ -489,6 +507,18 @@ def test_a_rank_that_waits_for_a_message_of_one_that_was_killed_follows_from_it(
     assert any("rank 0 waited in send 1 to rank 1" in line for line in found.cause.evidence)
 
 
+def test_a_rank_that_was_killed_after_a_message_that_met_nothing_was_not_waiting_in_it():
+    """What it sent may have been received before the recording of the other one began."""
+
+    def goes_on(build: Builder) -> None:
+        issues(SEND)(build)
+        build.op("relu", build.leaf("y", kind="input"))
+
+    (end,) = first_ends(World(run_of((goes_on, {"complete": False}), (issues(), CLOSED))))
+
+    assert (end.rank, end.how, end.follows) == (0, "lost", False)
+
+
 def test_one_rank_by_itself_tells_nothing_of_others():
     assert said(world(issues({}, {}))) == []
 
@@ -572,8 +602,10 @@ def test_a_norm_that_is_reduced_for_clipping_makes_no_replica():
         grad = build.op("mm", build.leaf("x", kind="input", content=vector(f"x {rank}")), w)
         norm = build.op("sum", grad, shape=(1,), content=np.float32([rank + 1.0]))
         norm = collective(build, "all_reduce", norm, result=np.float32([3.0]), reduction="SUM")
-        grad = build.op("mul_", grad, norm)
+        # as clip_grad_norm_ does; the reduced norm is followed through it
+        grad = build.op("_foreach_mul_", grad, norm)
         build.name(build.op("add_", w, grad), "fc.weight", when="exit")
+        build.name(grad, "fc.weight", kind="gradient", when="exit")
 
     assert said(world(body, body)) == []
 
