@@ -172,10 +172,47 @@ def test_ranks_that_hold_other_contents_are_named():
         build.leaf("w", content=content)
         return build.build()
 
-    first, *others = rank(0, "a"), rank(1, "b"), rank(2, "a")
+    first, *rest = rank(0, "a"), rank(1, "b"), rank(2, "a")
+    others = [(each, _rows(each, "w")) for each in rest]
     shown = leaf_text.leaf_report(first, _rows(first, "w"), Screen(width=80), others=others)
 
     assert "at first different: 0, 2 | 1; at last different: 0, 2 | 1" in shown
+    assert [line for line in shown.splitlines() if line.startswith("w ")] == [
+        "w  parameter float32[4, 8], ranks 0 and 2",
+        "w  parameter float32[4, 8], rank 1",
+    ]
+
+
+def test_ranks_that_all_hold_other_contents_are_shown_up_to_a_number():
+    """The rest is named with a command that shows it."""
+
+    def rank(number: int) -> Trace:
+        build = Builder(rank=number, world_size=6)
+        build.leaf("w", content=f"of {number}")
+        return build.build(f"run.trace/rank-{number:05d}")
+
+    first, *rest = map(rank, range(6))
+    others = [(each, _rows(each, "w")) for each in rest]
+    shown = leaf_text.leaf_report(first, _rows(first, "w"), Screen(), others=others)
+
+    assert sum(line.startswith("w ") for line in shown.splitlines()) == 4
+    assert (
+        "ranks 4 and 5: other contents again; opdrift show run.trace/rank-00004 --leaf w" in shown
+    )
+
+
+def test_a_leaf_that_another_rank_holds_is_shown():
+    """A stage of a pipeline has the rest of the model on other ranks."""
+    first, other = Builder(rank=0, world_size=2), Builder(rank=1, world_size=2)
+    first.leaf("a")
+    other.leaf("b")
+    stages = first.build(), other.build()
+
+    shown = leaf_text.leaf_report(
+        stages[0], [], Screen(width=80), others=[(stages[1], _rows(stages[1], "b"))]
+    )
+
+    assert shown.startswith("b  parameter float32[4, 8], rank 1")
 
 
 def test_json_lists_every_event():

@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TRACE",
         type=Path,
         help="a folder that record() wrote; of a distributed run, rank 0's unless a rank's own folder is given;"
-        " --findings and --checkpoint ask all ranks",
+        " --leaf, --findings and --checkpoint ask all ranks",
     )
     add("--op", metavar="N", type=natural, help="everything about op N")
     add(
@@ -77,7 +77,8 @@ def _asked(options: argparse.Namespace) -> tuple[Iterable[str], int]:
     if options.checkpoint:
         return _checkpoint(trace, options)
     ops = _ops(trace, options)
-    leaves = _leaves(trace, options.leaf)
+    others = _others(options.trace, trace) if options.leaf is not None else ()
+    leaves = _leaves(trace, options.leaf, others)
     if options.format == "json":
         return _json(trace, ops, leaves, options)
     return _text(trace, ops, leaves, options)
@@ -101,11 +102,15 @@ def _ops(trace: Trace, options: argparse.Namespace) -> Sequence[int]:
     return found
 
 
-def _leaves(trace: Trace, pattern: str | None) -> Sequence[Leaf]:
+def _named(trace: Trace, pattern: str) -> Sequence[Leaf]:
+    return [leaf for leaf in trace.leaves if leaf.name and fnmatchcase(leaf.name, pattern)]
+
+
+def _leaves(trace: Trace, pattern: str | None, others: Sequence[Trace]) -> Sequence[Leaf]:
     if pattern is None:
         return trace.leaves
-    found = [leaf for leaf in trace.leaves if leaf.name and fnmatchcase(leaf.name, pattern)]
-    if not found:
+    found = _named(trace, pattern)
+    if not found and not any(_named(each, pattern) for each in others):
         names = sorted({leaf.name for leaf in trace.leaves if leaf.name})
         raise InvalidOptionError(
             f"{trace.path} has no leaf named {pattern!r}; it has {some(names, 3) or 'none with a name'}."
@@ -172,7 +177,7 @@ def _text(
     elif options.scope is not None:
         pieces.append(trace_text.op_table(trace, ops, screen))
     if options.leaf is not None:
-        others = _others(options.trace, trace)
+        others = [(each, _named(each, options.leaf)) for each in _others(options.trace, trace)]
         pieces.append(leaf_text.leaf_report(trace, leaves, screen, others=others))
     if not (options.op is not None or options.scope or options.leaf or options.kernels):
         found = _findings(options.trace, trace)
