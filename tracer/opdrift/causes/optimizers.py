@@ -17,8 +17,13 @@ COMPARE_OPTIMIZERS: Final = (
 
 def in_words(side: Side, op: int, step: Step) -> str:
     """An op of an update with its numbers: `aten.mul_.Tensor (other: 0.5)`."""
-    numbers = ", ".join(f"{name}: {number!r}" for name, number in step.numbers)
-    return side.name(op) + (f" ({numbers})" if numbers else "")
+    return side.name(op) + numbers_in_words(step)
+
+
+def numbers_in_words(step: Step | None) -> str:
+    """What a step is called with: ` (other: 0.5)`; empty where it has no numbers."""
+    numbers = ", ".join(f"{name}: {number!r}" for name, number in (step.numbers if step else ()))
+    return f" ({numbers})" if numbers else ""
 
 
 def scope_of(side: Side, op: int) -> str:

@@ -61,6 +61,7 @@ from opdrift.world.one_run import of_another_run
 from opdrift.world.passed import wrong_messages
 from opdrift.world.replicas import Replicas, Split
 from opdrift.world.results import WrongResult, by_place, unread, wrong_results
+from opdrift.world.updates import UnlikeUpdate, of_unlike_update, unlike_updates
 from opdrift.world.work import OtherMode, of_other_mode, other_modes, same_work
 
 #: Of what a rank raised so much is quoted.
@@ -227,6 +228,8 @@ class _Check:
         yield from self._messages()
         for mode in other_modes(self.world, self._replicas):
             yield self._of_mode(mode)
+        for update in unlike_updates(self.world):
+            yield self._of_update(update)
         for finding in gathered:
             yield self._of_gather(finding)
 
@@ -329,6 +332,31 @@ class _Check:
             seq=Sides(*(self._first_op(r, found.calls[r]) for r in (ranks.left, ranks.right))),
         )
         return _Placed(divergence, self._order(ranks.left, divergence.seq.left or 0), ranks)
+
+    def _of_update(self, found: UnlikeUpdate) -> _Placed:
+        odd = found.odd[0]
+        ops = Sides(
+            *(
+                None if (i := found.ops[r]) is None else self.world.traces[r].op(i)
+                for r in (found.usual, odd)
+            )
+        )
+        one = ops.right or ops.left
+        assert one is not None
+        divergence = between_ranks(
+            "structure",
+            of_unlike_update(self.world, found),
+            Sides(tuple(r for r in self.world.traces if r not in found.odd), found.odd),
+            op=one.name,
+            module="",
+            name=found.updated.names[0],
+            members=found.updated.names[1:],
+            source=str(one.source) if one.source is not None else None,
+            outside=True,
+            seq=Sides(*(None if op is None else op.seq for op in (ops.left, ops.right))),
+        )
+        rank = found.usual if ops.right is None else odd
+        return _Placed(divergence, self._order(rank, one.seq), Sides(found.usual, odd))
 
     def _first_op(self, rank: int, call: int) -> int | None:
         """The first op in a module call."""

@@ -18,7 +18,7 @@ from opdrift.compare import difference
 from opdrift.origins.model import Origin
 from opdrift.origins.regions import region_of
 from opdrift.pairs import DIFFERENT
-from opdrift.records import Leaf, Sides
+from opdrift.records import Leaf, Sides, Signature
 from opdrift.shards import differently_sharded, moves_parts, sharding
 from opdrift.tokens import base
 from opdrift.tracefile.fingerprints import Fingerprint
@@ -206,7 +206,7 @@ def _averages(side: Side, op: int) -> bool:
     if base(side.name(op)).rstrip("_") != "div" or not inputs:
         return False
     maker = int(states.writer[states.of[inputs[0]]])
-    number = next((n for _, n in _numbers(side, op)), None)
+    number = next((n for _, n in _numbers(side.op(op).signature)), None)
     if maker < 0 or not isinstance(number, (int, float)) or number < 1:
         return False
     return any(
@@ -220,12 +220,17 @@ def _averages(side: Side, op: int) -> bool:
 
 def step_of(side: Side, op: int) -> Step:
     """An op as a step of an update."""
-    name = base(side.name(op)).removeprefix("_foreach_").rstrip("_")
-    return Step(name, tuple(_numbers(side, op)))
+    return step_in(side.op(op).signature)
 
 
-def _numbers(side: Side, op: int) -> Iterator[Number]:
-    for name, given in side.op(op).signature.arguments:
+def step_in(signature: Signature) -> Step:
+    """The same of what an op was called with."""
+    name = base(signature.op.name).removeprefix("_foreach_").rstrip("_")
+    return Step(name, tuple(_numbers(signature)))
+
+
+def _numbers(signature: Signature) -> Iterator[Number]:
+    for name, given in signature.arguments:
         value = given
         if isinstance(value, tuple) and value and len(set(map(str, value))) == 1:
             value = value[0]  # the same for each of many tensors

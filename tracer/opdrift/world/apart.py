@@ -6,12 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from opdrift.asked import asked_of
+from opdrift.causes.optimizers import numbers_in_words
 from opdrift.contents import Contents
+from opdrift.origins.updates import step_in
 from opdrift.provenance import Lineage
 from opdrift.provenance.ops import DRAWS, operator
 from opdrift.provenance.words import made_words
 from opdrift.records import Op
 from opdrift.replacements import replaced_words
+from opdrift.settings import argument_differences
+from opdrift.wording import some
 from opdrift.world.collectives import World
 from opdrift.world.replicas import Replicas
 
@@ -28,12 +33,14 @@ class Apart:
         replaced: The ranks that put another tensor in the place of the parameter.
         path: The values that differ on the first of the ranks, back to where that begins.
         ops: What made these; None where no recorded op did.
+        called: What that op was given otherwise beside tensors, in words; empty where it is the same.
     """
 
     told: tuple[str, ...]
     replaced: tuple[int, ...] = ()
     path: tuple[int, ...] = ()
     ops: tuple[Op | None, ...] = ()
+    called: str = ""
 
 
 def came_apart(
@@ -75,13 +82,15 @@ def came_apart(
             None,
         )
         if further is None:
-            did = (
+            called = _called_otherwise(world, {ranks[0]: one, ranks[1]: other})
+            did = called or (
                 "drew other numbers on each"
                 if operator(one.name) in DRAWS
                 else "made other contents of what is equal as far as it is known; a write that no op made may lie before it"
             )
             said = f"{one.name} (op {one.seq} on rank {ranks[0]}, op {other.seq} on rank {ranks[1]}){at(one)} {did}"
-            return Apart((said,), (), tuple(path), (one, other))
+            named = f"{one.name} {called}" if called else ""
+            return Apart((said,), (), tuple(path), (one, other), named)
         values = list(further)
         what = f"what {one.name} (op {one.seq} on rank {ranks[0]}, {other.seq} on rank {ranks[1]}) read"
     return Apart(())
@@ -104,7 +113,21 @@ def last_written(op: Op | None) -> str:
     """By what a content was written, in words."""
     if op is None:
         return "has a content that no recorded op wrote"
-    return f"was last written by {op.name} (op {op.seq}){at(op)}"
+    numbers = numbers_in_words(step_in(op.signature))
+    return f"was last written by {op.name}{numbers} (op {op.seq}){at(op)}"
+
+
+def _called_otherwise(world: World, ops: Mapping[int, Op]) -> str:
+    """What two ranks gave to one op beside tensors, in words; empty where it is the same."""
+    (one, left), (other, right) = (
+        (rank, {**dict(op.signature.arguments), **asked_of(world.traces[rank]).get(op.seq, {})})
+        for rank, op in ops.items()
+    )
+    said = [
+        f"{d.name}: {d.left} on rank {one} and {d.right} on rank {other}"
+        for d in argument_differences(left, right)
+    ]
+    return f"was called with other arguments: {some(said, 3)}" if said else ""
 
 
 def _differ(contents: Sequence[Contents], one: int, other: int) -> bool:

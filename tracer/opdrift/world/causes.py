@@ -317,7 +317,8 @@ def of_split(world: World, replicas: Replicas, group: Sequence[Split]) -> Cause:
         "replica",
         "certain" if first.replica.certain else "likely",
         f"{said} {'differ' if len(group) > 1 else 'differs'} {_between(first)}"
-        + (f": {listed(replaced)} replaced its tensor" if replaced else f", {when}"),
+        + (f": {listed(replaced)} replaced its tensor" if replaced else f", {when}")
+        + (f": {apart.called}" if apart.called and apart.told[0] in evidence else ""),
         tuple(evidence),
         "Let every rank replace the parameter alike, or write into it on all ranks: `with torch.no_grad():"
         " parameter.copy_(new)`."

@@ -29,6 +29,7 @@ from opdrift.world.messages import Message, disagreements
 from opdrift.world.passed import wrong_messages
 from opdrift.world.replicas import Replicas, Split
 from opdrift.world.results import WrongResult, by_place, minority, wrong_results
+from opdrift.world.updates import UnlikeUpdate, of_unlike_update, unlike_updates
 from opdrift.world.work import of_other_mode, other_modes
 
 
@@ -69,6 +70,8 @@ def _contents(world: World, gathered: Sequence[Finding]) -> Iterator[Finding]:
     ]
     for group in grouped(splits):
         yield _split(world, replicas, group)
+    for update in unlike_updates(world):
+        yield _update(world, update)
     told = {split.replica.name for split in splits}
     for unequal in DeclaredAlike(world, replicas).unequal(told):
         if not is_told_before(unequal, gathered):
@@ -91,6 +94,17 @@ def loads_apart(world: World, splits: Sequence[Split]) -> list[LoadedDifferently
     """Parameters that one rank loaded and another one drew, but for those that are told as replicas that differ."""
     told = {split.replica.name for split in splits}
     return [found for found in loaded_differently(world) if found.name not in told]
+
+
+def _update(world: World, found: UnlikeUpdate) -> Finding:
+    rank = next(r for r in (found.odd[0], found.usual) if found.ops[r] is not None)
+    trace, index = world.traces[rank], found.ops[rank]
+    assert index is not None
+    op, name = trace.op(index), found.updated.names[0]
+    cause = of_unlike_update(world, found)
+    return replace(
+        _finding("update", cause, trace, seq=op.seq, name=name, op=op.name), rank=found.odd[0]
+    )
 
 
 def another_run(trace: Trace, said: str) -> Finding:

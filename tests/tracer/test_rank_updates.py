@@ -1,0 +1,135 @@
+"""What ranks call to update the parameters that they share out: the same, with the same numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from opdrift.diagnose.across_ranks import diagnose_world
+from opdrift.findings import findings
+from opdrift.records import Diagnosis, Sides
+from opdrift.testing import Builder, collective
+from opdrift.tracefile.reader import Trace
+
+NAMES = ("a.weight", "b.bias")
+WHOLE = np.linspace(1, 2, 16, dtype="<f4")
+GRADIENT = np.linspace(3, 4, 16, dtype="<f4")
+
+
+def rank(
+    number: int,
+    *,
+    rate: float = 0.1,
+    only: str = "",
+    scaled: float | None = None,
+    left_out: bool = False,
+    evaluates: bool = False,
+    early: bool = False,
+) -> Trace:
+    """A rank that holds half of two parameters, and two steps of SGD on its half.
+
+    Args:
+        number: Which of two.
+        rate: The learning rate of the second step.
+        only: Of this parameter alone.
+        scaled: Multiplies the gradients of the second step.
+        left_out: The second step is left out.
+        evaluates: It computes a metric of its own, outside of modules.
+        early: Its trace was not closed.
+    """
+    build = Builder(rank=number, complete=not early)
+    half = slice(8 * number, 8 * number + 8)
+    x = build.leaf("x", kind="input", shape=(16,))
+    content = {name: WHOLE[half].copy() for name in NAMES}
+    held = {}
+    for name in NAMES:
+        build.mark(
+            "gather", library="torch_fsdp", unit=name[0], buffer=name[0], layout="each", ranks=[0, 1], rank=number,
+            parameters=[[name, 0, [16]]],
+        )  # fmt: skip
+        held[name] = build.leaf(name, kind="shard", when="gather", content=content[name])
+    for step in range(2):
+        grads = {}
+        for name in NAMES:
+            used = collective(build, "all_gather", held[name], result=WHOLE)
+            with build.scope(name[0]):
+                y = build.op("mul", x, used)
+            grad = build.op("neg", y, phase="backward", content=GRADIENT)
+            grads[name] = collective(
+                build, "reduce_scatter", grad, result=2 * GRADIENT[half], reduction="SUM"
+            )
+        for name, grad in grads.items():
+            mine = bool(step) and only in ("", name)
+            if mine and left_out:
+                continue
+            if mine and scaled is not None:
+                settings = {"other": scaled}
+                grad = build.op("mul_", grad, settings=settings, content=scaled * GRADIENT[half])
+            settings = {"alpha": -(rate if mine else 0.1)}
+            held[name] = build.op(
+                "add_", held[name], grad, settings=settings, content=content[name]
+            )
+        if evaluates:
+            build.op("mul", y, settings={"other": 3.0})
+    build.output(build.op("relu", y))
+    return build.build(f"run.trace/rank-{number:05d}")
+
+
+def across(one: Trace, other: Trace) -> Diagnosis:
+    return diagnose_world([one, other])
+
+
+def test_ranks_that_update_their_parts_alike_have_no_findings():
+    """What a rank computes beside that, a metric, is its own affair."""
+    found = [rank(0, evaluates=True), rank(1)]
+
+    assert diagnose_world(found).verdict == "identical"
+    assert not [each for each in findings(found) if each.kind == "update"]
+
+
+@pytest.mark.parametrize(("only", "names"), [("", "a.weight, b.bias"), ("b.bias", "b.bias")])
+def test_another_number_on_one_rank_is_told_with_both_and_the_parameters(only, names):
+    first = across(rank(0), rank(1, rate=0.2, only=only)).first
+
+    assert first is not None
+    assert (first.cause.slug, first.ranks) == ("op-args", Sides((0,), (1,)))
+    assert first.cause.summary == (
+        f"aten.add_.default in an optimizer step of {names} was called with other arguments: alpha: -0.1 on rank 0 and"
+        " alpha: -0.2 on rank 1"
+    )
+
+
+def test_what_one_rank_alone_does_to_a_gradient_is_told():
+    first = across(rank(0), rank(1, scaled=1.5, only="a.weight")).first
+
+    assert first is not None
+    assert (first.name, first.cause.slug, first.cause.confidence) == (
+        "a.weight",
+        "structure",
+        "likely",
+    )
+    assert first.cause.summary == (
+        "rank 1 changes the gradient of a.weight by aten.mul_.default (other: 1.5), rank 0 does not"
+    )
+
+
+def test_a_step_that_one_rank_leaves_out_is_told():
+    first = across(rank(0), rank(1, left_out=True)).first
+
+    assert first is not None
+    assert first.cause.summary == (
+        "rank 1 leaves out aten.add_.default (alpha: -0.1), by which rank 0 changes a.weight, b.bias"
+    )
+
+
+def test_it_is_a_finding_of_the_run_on_the_rank_that_does_otherwise():
+    (found,) = (each for each in findings([rank(0), rank(1, rate=0.2)]) if each.kind == "update")
+
+    assert (found.name, found.rank, found.op) == ("a.weight", 1, "aten.add_.default")
+
+
+def test_a_rank_that_ended_early_leaves_nothing_out():
+    """What it did not come to is told as its end."""
+    found = findings([rank(0), rank(1, left_out=True, early=True)])
+
+    assert not [each for each in found if each.kind == "update"]
