@@ -729,6 +729,28 @@ def test_a_cache_written_at_another_place_is_called_so():
     assert says(diagnosis.first.cause, "start: 2 against 1", "end: 3 against 2")
 
 
+@pytest.mark.parametrize("read", ["mm", "addmm", "bmm"])
+def test_another_part_of_the_data_is_an_input_and_no_cache(read: str):
+    """A program gives each rank a share of its rows: data that it made itself is kept by no forward."""
+
+    def body(start: int) -> Run:
+        def inner(build: Builder) -> int:
+            data = build.op("randn", shape=(8, 8))
+            settings = {"start": start, "end": start + 4}
+            part = build.op("slice", data, shape=(4, 8), offset=8 * start, settings=settings)
+            with build.scope("fc"):
+                return build.op(read, part, build.leaf("fc.weight"))
+
+        return inner
+
+    first = diff(run(body(4)), run(body(0))).first
+
+    assert first is not None
+    assert (first.module, first.cause.slug, first.cause.confidence) == ("fc", "input", "likely")
+    assert "another part of the program's data" in first.cause.summary
+    assert says(first.cause, "start: 4 against 0")
+
+
 def test_what_changed_after_the_same_op_made_it_is_no_other_tensor():
     """Both runs read what the same op returned: that one of them reads another tensor would be wrong."""
 
@@ -1304,6 +1326,7 @@ OTHER_RULES = {
     "unseen-write",
     "copied-otherwise",
     "moved-otherwise",
+    "input-of-other-part",
     "race-gathered",
     "race-in-flight",
     "dtype-gathered",

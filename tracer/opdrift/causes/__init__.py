@@ -84,6 +84,7 @@ CAUSES: Final[dict[str, Callable[[Evidence], Cause | None]]] = {
     "position-ids": arguments.position_ids,
     "position-counted": positions.counted_otherwise,
     "mask-input": inputs.mask_input,
+    "input-of-other-part": inputs.other_part,
     "autocast-cache": casts.autocast_cache,
     "dtype": precision.dtype,
     "quantisation": quantisation.quantisation,

@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 
 from opdrift.case import Case, Side
-from opdrift.causes.evidence import Evidence, cause, counted, some
+from opdrift.causes.evidence import SIDES, Evidence, cause, counted, scope, setting, some
 from opdrift.compare import Difference, describe, difference
 from opdrift.provenance.ops import operator
 from opdrift.records import Cause, TensorMeta
@@ -49,6 +49,52 @@ def input_(e: Evidence) -> Cause | None:
         else "Feed both runs the same tensors: compare tokenizer, preprocessing and padding, or save the inputs of one"
         " run with torch.save and load them in the other.",
     )
+
+
+def other_part(e: Evidence) -> Cause | None:
+    """A module is given another part of the program's data: a slice or an index outside of modules."""
+    region, reader = e.origin.region, e.consumer()
+    if e.origin.story != "factory" or not e.origin.settings or e.case.by_sample:
+        return None
+    if reader.left is None or reader.right is None or not region.left or not region.right:
+        return None
+    taken = ((e.case.left, region.left[0]), (e.case.right, region.right[0]))
+    if not all(_is_of_data(side, op) for side, op in taken):
+        return None
+    left = e.case.left
+    return cause(
+        "input",
+        "likely",
+        f"{left.name(reader.left)} in {scope(left.module(reader.left))} is given another part of the program's data:"
+        f" {left.name(region.left[0])} was called with {', '.join(map(setting, e.origin.settings))}",
+        [
+            *map(setting, e.origin.settings),
+            *(
+                f"{name}: {side.place(op)} takes it"
+                for name, (side, op) in zip(SIDES, taken, strict=True)
+            ),
+            *(
+                f"{name}: {side.place(op)} reads it"
+                for name, (side, _), op in zip(
+                    SIDES, taken, (reader.left, reader.right), strict=True
+                )
+            ),
+            "what it is taken from is equal in both runs",
+        ],
+        "Feed both runs the same samples: compare the sampler, the batch size, and by which rank and number of ranks the data is"
+        " shared out.",
+    )
+
+
+def _is_of_data(side: Side, op: int) -> bool:
+    """Whether an op outside of modules takes a part of what no module made and no parameter is."""
+    trace, contents = side.trace, side.contents
+    if int(trace.ops.call[op]) or trace.ops.phase[op] or not contents.tokens.view[op]:
+        return False
+    source = int(trace.ops.inputs[op][0])
+    maker = int(contents.maker[source])
+    named = any(leaf.kind in ("parameter", "buffer") for leaf in side.leaves.of(source))
+    return not named and (maker < 0 or not int(trace.ops.call[maker]))
 
 
 def _loaded(e: Evidence) -> Cause | None:

@@ -98,7 +98,15 @@ def is_kept(side: Side, value: int, reader: int) -> bool:
             v for v in side.trace.ops.outputs[writer].tolist() if contents.states.of[v] == state
         ]
         return any(not contents.whole[v] for v in written)
-    return writer >= 0 and _root(side, writer) < _root(side, reader)
+    return writer >= 0 and _is_of_forward_before(side, writer, reader)
+
+
+def _is_of_forward_before(side: Side, writer: int, reader: int) -> bool:
+    """Whether an op ran in an earlier forward than a reader, or puts together what one did: the program's data is of none."""
+    here = _root(side, reader)
+    maker = side.contents.maker
+    made = [int(maker[v]) for v in side.trace.ops.inputs[writer].tolist()]
+    return any(0 < _root(side, op) < here for op in (writer, *made) if op >= 0)
 
 
 def _root(side: Side, op: int) -> int:
