@@ -13,6 +13,7 @@ import opdrift
 from opdrift.findings import findings
 from opdrift.records import Diagnosis
 from opdrift.replacements import replacements
+from opdrift.testing import Builder
 
 Change = Callable[[nn.Linear], object]
 
@@ -133,3 +134,22 @@ def test_a_parameter_that_only_an_optimizer_uses_after_that_keeps_its_name(tmp_p
         torch.optim.SGD(layer.parameters(), lr=0.1).step()
 
     assert list(replacements(opdrift.load(tmp_path / "trace"))) == ["weight"]
+
+
+@pytest.mark.parametrize(
+    ("library", "back", "told"),
+    [("torch", False, ["fc.weight"]), ("torch", True, []), ("accelerate", False, [])],
+)
+def test_what_was_moved_once_may_be_replaced_later(library: str, back: bool, told: list[str]):
+    """Only libraries put tensors in the place of parameters again and again; the program may move it once more itself."""
+    build = Builder()
+    weight = build.leaf("fc.weight", content="loaded")
+    host = build.op("_to_copy", weight)
+    build.mark("move", library=library, parameters=[["fc.weight", 0, [4, 8]]])
+    if back:
+        build.name(build.op("_to_copy", host), "fc.weight", when="use")
+        build.mark("move", library=library, parameters=[])
+    else:
+        build.leaf("fc.weight", when="use", content="another")
+
+    assert list(replacements(build.build())) == told

@@ -5,6 +5,7 @@ Nothing of that passes the dispatcher. What shows it is that a name is met in ot
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -19,6 +20,8 @@ from opdrift.tracefile.reader import Trace
 
 #: What integrations follow of the tensors that their libraries put in the place of a parameter.
 _FOLLOWED: Final = frozenset({"gather", "move"})
+#: The library of moves that the program makes by itself (`.to(device)`): what it puts in the place of a parameter after them is another matter.
+_BY_ITSELF: Final = "torch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +56,12 @@ class Replacement:
 def replacements(trace: Trace) -> Mapping[str, Sequence[Replacement]]:
     """Name of a parameter -> how its tensor was replaced, in order; only those of which it was."""
     followed = {
-        name for mark in trace.marks if mark.kind in _FOLLOWED for name in names_of(mark.fields)
+        name
+        for mark in trace.marks
+        if mark.kind in _FOLLOWED and mark.fields.get("library") != _BY_ITSELF
+        for name in names_of(mark.fields)
     }
+    brought = _brought(trace)
     storage = trace.values.storage
     latest: dict[str, Leaf] = {}
     found: dict[str, list[Replacement]] = {}
@@ -66,8 +73,24 @@ def replacements(trace: Trace) -> Mapping[str, Sequence[Replacement]]:
             continue
         # brought in from the disk or another device: the same parameter, elsewhere
         moved = trace.meta(before.value).device != trace.meta(leaf.value).device
+        moved |= int(storage[leaf.value]) in brought.get(leaf.name, ())
         if not moved and leaf.name not in followed:
             found.setdefault(leaf.name, []).append(_replacement(trace, before, leaf))
+    return found
+
+
+def _brought(trace: Trace) -> Mapping[str, set[int]]:
+    """Name of a parameter -> the storages that the program itself moved it to, from one device to another and on."""
+    found: dict[str, set[int]] = defaultdict(set)
+    inputs, outputs, storage = trace.ops.inputs, trace.ops.outputs, trace.values.storage
+    for mark in trace.marks:
+        op = trace.index_of(mark.seq) if mark.kind == "move" else None
+        if op is None or mark.fields.get("library") != _BY_ITSELF:
+            continue
+        sources = set(storage[inputs[op]].tolist())
+        names = {*names_of(mark.fields), *(n for n, known in found.items() if known & sources)}
+        for name in names:
+            found[name].update(storage[outputs[op]].tolist())
     return found
 
 
