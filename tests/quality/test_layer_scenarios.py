@@ -51,6 +51,71 @@ def a_layer_of_masked_attention_runs_twice() -> Pair:
     return infer(twins(lambda: stack([0, 1, 2]), lambda: stack([0, 1, 1, 2])), TOKENS)
 
 
+def block(*, residual: bool = True, scale: float | None = None) -> nn.Module:
+    """Two blocks with two residuals each; the first of the second block may be missing."""
+
+    def inner(m: nn.Module, x: Tensor, *, adds: bool) -> Tensor:
+        h = m.mix(m.norm(x))
+        x = x + h if adds else h
+        return x + m.up(m.last(x))
+
+    def one(*, adds: bool) -> nn.Module:
+        return Of(
+            lambda m, x: inner(m, x, adds=adds),
+            norm=nn.LayerNorm(8),
+            mix=nn.Linear(8, 8),
+            last=nn.LayerNorm(8),
+            up=nn.Linear(8, 8),
+        )
+
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        x = m.stem(x)
+        if scale is not None:
+            x = x * scale
+        return m.out(m.two(m.one(x)))
+
+    parts = {"stem": nn.Linear(8, 8), "one": one(adds=True), "two": one(adds=residual)}
+    return Of(forward, **parts, out=nn.Linear(8, 3))
+
+
+@diverges("aten.add.Tensor", cause="structure", module="two", says=("the left run has 1 op more",))
+def a_residual_is_missing_on_the_right() -> Pair:
+    """The residual that is left goes with its own counterpart, behind the same call."""
+    return infer(twins(block, lambda: block(residual=False)), TOKENS)
+
+
+@diverges("aten.add.Tensor", cause="structure", module="two", says=("the right run has 1 op more",))
+def a_residual_is_missing_on_the_left() -> Pair:
+    return infer(twins(lambda: block(residual=False), block), TOKENS)
+
+
+@diverges("aten.mul.Tensor", cause="structure", module="", says=("mul in the root module",))
+def what_goes_into_the_blocks_is_scaled() -> Pair:
+    """The place is the line that scales, in the model, and not the norm of the first block that reads what comes of it."""
+    return infer(twins(block, lambda: block(scale=2.8)), TOKENS)
+
+
+def pooled(index: int) -> nn.Module:
+    return Of(lambda m, x: m.out(m.stem(x)[:, index]), stem=nn.Linear(8, 8), out=nn.Linear(8, 3))
+
+
+@diverges(
+    "aten.select.int", cause="op-args", module="", says=("in the root module was called", "-1")
+)
+def the_last_token_is_pooled_for_the_first() -> Pair:
+    """The layer that reads it is another module, which has no part in it."""
+    return infer(twins(lambda: pooled(0), lambda: pooled(-1)), TOKENS)
+
+
+def started(value: float) -> nn.Module:
+    return Of(lambda m, x: m.out(x + torch.full((8,), value)), out=nn.Linear(8, 3))
+
+
+@diverges("aten.add.Tensor", cause="op-args", says=("aten.full.default in the root module",))
+def a_constant_is_another_one() -> Pair:
+    return infer(twins(lambda: started(0.5), lambda: started(0.25)), TOKENS)
+
+
 # ---- layers that are not what they were ----------------------------------------------------------------------
 
 

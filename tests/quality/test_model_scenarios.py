@@ -297,7 +297,7 @@ def a_detach_is_missing() -> Pair:
     )
 
 
-@diverges("aten.div.Scalar", cause="structure", says=("1 op more here: div",))
+@diverges("aten.div.Tensor", cause="structure", says=("1 op more here: div",))
 def accumulated_gradients_are_not_averaged() -> Pair:
     models = twins(lambda: mlp(1))
 

@@ -21,6 +21,8 @@ _WEAK_IN_SCOPE: Final = 3
 _WEAK_ACROSS: Final = 1
 #: Pairs make further pairs by what they feed; this often.
 _ROUNDS: Final = 4
+#: How far before the first op of a scope the call that was made before it may end.
+_BEFORE: Final = 64
 
 
 @dataclass
@@ -212,14 +214,16 @@ def within_scopes(pairs: Pairs, home: tuple[Ints, Ints], calls: Ints) -> None:
     pairs.add(left.rows_of(here[same]), right.rows_of(there[same]))
     # inner calls have higher numbers: what they return helps to pair the ops around them
     for a, b in zip(here[~same][::-1].tolist(), there[~same][::-1].tolist(), strict=True):
-        _in_order(pairs, left.rows(a), right.rows(b))
+        _in_order(pairs, left.rows(a), right.rows(b), inside=int(left.keys[a]) > 1)
 
 
-def _in_order(pairs: Pairs, a: Ints, b: Ints) -> None:
+def _in_order(pairs: Pairs, a: Ints, b: Ints, *, inside: bool) -> None:
     """Pair two lists of ops of one scope: by result, by what feeds them, then by name.
 
     What feeds them comes first with the same arguments, then those without such a counterpart by their arguments
-    alone: an op that is put before another of its kind does not take its place.
+    alone: an op that is put before another of its kind does not take its place. Nor does one that is left out behind
+    one call take that of its kind behind the next, `inside` of a module: the first of two residuals. A program may
+    call a model more often.
     """
     pairs.add_refined(refine([_by_result(pairs, a, b)], effort=pairs.effort), a, b, _WEAK_IN_SCOPE)
     if pairs.left.by_sample:
@@ -227,6 +231,9 @@ def _in_order(pairs: Pairs, a: Ints, b: Ints) -> None:
         levels = [_known(pairs, a, b), _by_weights(pairs, a, b)]
         pairs.add_refined(refine(levels, effort=pairs.effort), a, b, _WEAK_IN_SCOPE)
     _fed_alike(pairs, a, b, alike=True)
+    if inside:
+        levels = [_known(pairs, a, b), _behind_calls(pairs, a, b)]
+        pairs.add_refined(refine(levels, effort=pairs.effort), a, b, _WEAK_IN_SCOPE)
     levels = [_known(pairs, a, b), _by_name(pairs, a, b)[0]]
     pairs.add_refined(refine(levels, effort=pairs.effort), a, b, _WEAK_IN_SCOPE)
     _fed_alike(pairs, a, b, alike=False)
@@ -275,6 +282,26 @@ def _by_name(pairs: Pairs, a: Ints, b: Ints) -> list[Level]:
         Level(left.name[a], right.name[b]),
         Level(left.family[a], right.family[b]),
     ]
+
+
+def _behind_calls(pairs: Pairs, a: Ints, b: Ints) -> Level:
+    """Whole signature, and which op of other calls ran last before it: what was called inside."""
+    before = _last_inside(a, pairs.right_of), _last_inside(b, pairs.left_of)
+    numbers = before[0], np.where(before[1] >= 0, pairs.left_of[before[1]], -1)
+    left, right = pairs.left.tokens.full, pairs.right.tokens.full
+    return Level(
+        mix(left[a], (numbers[0] + 1).astype(np.uint64)),
+        mix(right[b], (numbers[1] + 1).astype(np.uint64)),
+    )
+
+
+def _last_inside(ops: Ints, partner: Ints) -> Ints:
+    """Per op of a scope the last op with a counterpart that ran elsewhere before it; -1 if none did shortly before."""
+    first, last = max(int(ops[0]) - _BEFORE, 0), int(ops[-1]) + 1
+    inside = partner[first:last] >= 0
+    inside[ops - first] = False
+    at: Ints = np.maximum.accumulate(np.where(inside, np.arange(first, last), -1))[ops - first]
+    return at
 
 
 def _by_result(pairs: Pairs, a: Ints, b: Ints) -> Level:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from opdrift.case import Side
 from opdrift.causes.evidence import SIDES, Evidence, cause, scope, setting, some
 from opdrift.causes.gradients import BEFORE_THE_STEP, told, updated_at
 from opdrift.causes.optimizers import COMPARE_OPTIMIZERS, outside_modules, scope_of
@@ -24,24 +25,29 @@ _ELSEWHERE: Final = frozenset(["training", "train", "dtype", "out_dtype"])
 def op_args(e: Evidence) -> Cause | None:
     """The op was called with other non-tensor arguments."""
     settings = [s for s in e.origin.settings if s.name not in _ELSEWHERE]
-    op = e.op()
-    if not settings or op is None or is_split_otherwise(e.case, e.origin):
+    if not settings or e.any_op is None or is_split_otherwise(e.case, e.origin):
         return None
-    made = _made_here(e)
     words = [setting(s) for s in settings]
     where = "to another place" if e.origin.story == "placed" else "with other arguments"
+    made = _made_here(e)
     found = e.any_op
     assert found is not None
     updated = updated_at(e.case, e.origin) if outside_modules(*found[1:]) else None
     of_gradient = updated is not None and updated.role == "gradient"
-    subject = f"{made or op.name} {_place(e, updated)}"
+    _, side, at = made or found
+    subject = f"{side.name(at)} {_place(side, at, updated)}"
     return cause(
         "op-args",
         "certain",
         f"{subject} was called {where}: {', '.join(words[:3])}",
         [
             *words,
-            *(f"{name}: {side.place(i)}" for name, side, i in e.sides if i is not None),
+            *(
+                f"{label}: {side.place(e.ops_of(n)[0])}"
+                for n, (label, side, _) in enumerate(e.sides)
+                if made is not None
+            ),
+            *(f"{label}: {side.place(i)}" for label, side, i in e.sides if i is not None),
             "its tensor inputs are equal in both runs" if e.origin.inputs_match else "",
             "it changes parameters after a backward pass: an argument of an optimizer's update"
             if updated is not None and not of_gradient
@@ -55,12 +61,10 @@ def op_args(e: Evidence) -> Cause | None:
     )
 
 
-def _place(e: Evidence, updated: Updated | None) -> str:
+def _place(side: Side, op: int, updated: Updated | None) -> str:
     """Where an op was called, in words: on a gradient, in an optimizer's step, or in a module."""
-    found = e.any_op
-    assert found is not None
     if updated is None:
-        return f"in {scope_of(*found[1:])}"
+        return f"in {scope_of(side, op)}"
     on = updated.role == "gradient"
     return f"on {told(updated)}" if on else f"in an optimizer step of {some(updated.names)}"
 
@@ -170,8 +174,8 @@ def _cropped_cache(e: Evidence) -> Cause | None:
     )
 
 
-def _made_here(e: Evidence) -> str | None:
-    """The constant or view whose arguments differ, where they are not the op's own."""
+def _made_here(e: Evidence) -> tuple[str, Side, int] | None:
+    """The left run's constant or view whose arguments differ, where they are not the op's own."""
     if e.origin.story != "factory" or not e.origin.region.left:
         return None
-    return e.case.left.name(e.origin.region.left[0])
+    return SIDES[0], e.case.left, e.origin.region.left[0]

@@ -232,8 +232,13 @@ def tally(items: Iterable[Any]) -> list[tuple[str, int]]:
     return sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
 
 
+def main_ops(side: Side, ops: Sequence[int]) -> list[int]:
+    """The ops of a stretch that are worth a word: those that compute, if any do."""
+    return [op for op in ops if computes(side, op)] or list(ops)
+
+
 def op_names(side: Side, ops: Sequence[int], *, computing: bool = True) -> str:
     """What a stretch of ops does, in words: `bmm, _softmax, bmm`."""
-    chosen = [op for op in ops if not computing or computes(side, op)] or list(ops)
+    chosen = main_ops(side, ops) if computing else list(ops)
     short = ["compiled code" if op in side.regions.at else base(side.name(op)) for op in chosen]
     return some(short, 8)

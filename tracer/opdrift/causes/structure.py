@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from opdrift.case import Side
-from opdrift.causes.evidence import Evidence, cause, counted, op_names, scope, some
+from opdrift.causes.evidence import Evidence, cause, counted, main_ops, op_names, scope, some
+from opdrift.causes.optimizers import scope_of
 from opdrift.extracalls import extra_calls
 from opdrift.records import RAISED, Cause, Footer, TensorMeta
 from opdrift.tokens import base
@@ -274,7 +275,8 @@ def structure(e: Evidence) -> Cause | None:
     evidence = []
     for n, (name, side, _) in enumerate(e.sides):
         if ops[n]:
-            modules = list(dict.fromkeys(scope(side.module(op)) for op in ops[n]))
+            main = main_ops(side, ops[n])
+            modules = list(dict.fromkeys(scope_of(side, op) for op in main))
             evidence.append(f"{name} only: {op_names(side, ops[n])} in {some(modules, 3)}")
         else:
             evidence.append(f"{name} has nothing of its own here")
@@ -297,7 +299,7 @@ def structure(e: Evidence) -> Cause | None:
         summary = (
             f"the {one_sided[0]} run makes {more}"
             if more
-            else f"the {one_sided[0]} run has {counted(len(ops[n]), 'op')} more here: {op_names(side, ops[n])}"
+            else f"the {one_sided[0]} run has {counted(len(main_ops(side, ops[n])), 'op')} more here: {op_names(side, ops[n])}"
         )
     else:
         summary = "the runs compute this in different ways"

@@ -25,7 +25,7 @@ from opdrift.diagnose.copies import copies_of_one_run
 from opdrift.diagnose.divergences import divergence
 from opdrift.diagnose.grouping import by_setting, grouped_leaves, without_types_that_follow
 from opdrift.diagnose.growth import growth_of
-from opdrift.diagnose.judged import Judged
+from opdrift.diagnose.judged import Judged, where_taken
 from opdrift.diagnose.noeffect import without_effect
 from opdrift.diagnose.one_sample import out_of_sight, rounding_at_results, with_effect
 from opdrift.diagnose.portions import (
@@ -258,7 +258,8 @@ def _judge(
         part = narrowed(case, origin) if size.material else None
         if part is not None:
             origin, size = part, size_of(case, part, tolerance)
-        return Judged(origin, size, causes_of(Evidence(origin, size, shared)))
+        causes = causes_of(Evidence(origin, size, shared))
+        return Judged(where_taken(case, origin, causes[0]), size, causes)
 
     origins = [
         *grouped_leaves(found.origins, judge),

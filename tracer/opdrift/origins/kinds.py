@@ -9,7 +9,17 @@ from opdrift.tokens import base
 
 #: Ops that move elements and compute nothing, besides views.
 _MOVING: Final = frozenset(
-    ["clone", "copy_", "contiguous", "lift_fresh", "lift_fresh_copy", "alias", "detach", "detach_"]
+    [
+        "clone",
+        "copy_",
+        "contiguous",
+        "_unsafe_view",
+        "lift_fresh",
+        "lift_fresh_copy",
+        "alias",
+        "detach",
+        "detach_",
+    ]
 )
 #: Ops by which programs write -inf on purpose.
 _MASKING: Final = frozenset(["masked_fill", "masked_fill_", "where", "add", "add_", "copy_"])

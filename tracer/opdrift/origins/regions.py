@@ -11,11 +11,10 @@ import numpy as np
 from opdrift.case import Case, Side
 from opdrift.flow import ancestry
 from opdrift.origins.kinds import computes, draws, makes_infinite, makes_nan
+from opdrift.pairs import EQUAL
 from opdrift.records import COMPILED, Sides
 from opdrift.tokens import base
 
-#: Ops that hide elements where a mask says so.
-_HIDING: Final = frozenset({"masked_fill", "masked_fill_"})
 #: Ops that add a product to something, and what does the same in steps.
 _SUMS: Final = frozenset({"addmm", "addmv", "addbmm", "baddbmm", "addr", "linear"})
 _STEPS: Final = frozenset(
@@ -58,8 +57,10 @@ def representative(
 
     The first that repeats an op of its own run and returns something else; else the first that makes NaN
     or infinities, if those are what differs; else the first random draw; else the first op that computes on the side that has fewer of them (there the fused attention, if it is
-    one of them; beside a product with a sum in one, the last op that does them apart); else the op that hides elements, if that is all one side has; else the op that reads
-    what comes out.
+    one of them; beside a product with a sum in one, the last op that does them apart); else the op that reads what comes out, if it
+    makes infinities of it; else, if one side alone computes, the first op that does so with what the other
+    hands on as it is, or the last of all; else the last ops, if both sides take or move elements; else the op that reads what
+    comes out.
     """
     sides = ((case.left, region.ops.left), (case.right, region.ops.right))
     for number, (side, ops) in enumerate(sides):
@@ -90,11 +91,42 @@ def representative(
         fused = (op for op in computing[fewer] if any(f in side.name(op) for f in _FUSED))
         return _on(fewer, next(fused, computing[fewer][0]))
     other = computing[1 - fewer]
-    if len(other) == 1 and base(sides[1 - fewer][0].name(other[0])) in _HIDING:
+    readers = ((case.left, consumer.left), (case.right, consumer.right))
+    if any(op is not None and makes_infinite(side, op) for side, op in readers):
+        return consumer  # what an epsilon that is missing would have kept from it
+    if other and consumer == Sides(None, None):
         return _on(1 - fewer, other[0])
-    if consumer.left is not None or consumer.right is not None:
-        return consumer
-    return _on(1 - fewer, other[0]) if other else consumer
+    if other:
+        departing = _departing(case, region, 1 - fewer)
+        return _on(1 - fewer, other[-1] if departing is None else departing)
+    if all(ops and not side.contents.tokens.factory[ops[-1]] for side, ops in sides):
+        return Sides(region.ops.left[-1], region.ops.right[-1])
+    return consumer
+
+
+def _departing(case: Case, region: Region, number: int) -> int | None:
+    """The first op that computes with what the other run hands on as it is, or with a view of it.
+
+    A mask that is made for it, say, is made before, and is none of what the runs have in common.
+    """
+    side, ops = ((case.left, region.ops.left), (case.right, region.ops.right))[number]
+    mine, theirs = (region.boundary.left, region.boundary.right)[:: 1 if number == 0 else -1]
+    of, trace = side.contents.states.of, side.trace
+    common = {int(of[v]) for v in mine if any(_same(case, number, v, other) for other in theirs)}
+    for op in ops:
+        if common.isdisjoint(of[trace.ops.inputs[op]].tolist()):
+            continue
+        if computes(side, op):
+            return op
+        common.update(of[trace.ops.outputs[op]].tolist())
+    return None
+
+
+def _same(case: Case, number: int, mine: int, theirs: int) -> bool:
+    """Whether values of one run (0 or 1) and the other are known to be equal."""
+    pair = (mine, theirs) if number == 0 else (theirs, mine)
+    status = case.compared.status(np.array(pair[:1]), np.array(pair[1:]))
+    return int(status[0]) == EQUAL
 
 
 def is_sum(side: Side, op: int) -> bool:
