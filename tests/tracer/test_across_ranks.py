@@ -327,3 +327,48 @@ def test_ranks_of_which_nothing_can_be_checked_have_no_verdict(raised: bool):
 
     assert "Nothing of ranks 0 and 1 could be held against each other" in str(caught.value)
     assert ("ended with ValueError: no such key" in str(caught.value)) is raised
+
+
+def stepping(*, left_out: int | None = None) -> Callable[[Builder], None]:
+    """A rank that reduces a gradient in each of three steps, or leaves one out (`no_sync`), and updates a parameter with it."""
+
+    def body(build: Builder) -> None:
+        number = build.build().header.rank
+        w = build.leaf("fc.weight", content=vector("w"))
+        x = build.leaf("x", kind="input", content=vector(f"x {number}"))
+        reduced = 0
+        for step in range(3):
+            build.mark("step", step=step)
+            with build.scope("fc"):
+                grad = build.op("mm", x, w, content=vector(f"grad {step} {number}"))
+            if step != left_out:
+                result = vector(f"sum {reduced}")
+                grad = collective(build, "all_reduce", grad, result=result, reduction="another")
+                reduced += 1
+            else:
+                result = vector(f"own {number}")
+            w = build.op("add_", w, grad, content=result)
+        build.name(w, "fc.weight", when="exit")
+        build.name(grad, "fc.weight", kind="gradient", when="exit")
+
+    return body
+
+
+def test_a_step_that_one_rank_does_not_reduce_in_is_told_with_the_steps_that_met():
+    """Nothing raises an error for it: the reduction of the next step meets that of the step before."""
+    diagnosis = checked(stepping(), stepping(left_out=1))
+
+    told = [line for cause in diagnosis.causes for line in cause.evidence]
+    assert any(
+        line.startswith("in step 1, collectives of group 0 were issued 1 on rank 0 and 0 on rank 1")
+        for line in told
+    )
+    assert "all_reduce 2 of group 0 is of step 1 on rank 0 and of step 2 on rank 1" in told
+
+
+def test_ranks_that_step_alike_are_told_nothing_of_steps():
+    diagnosis = checked(stepping(left_out=1), stepping(left_out=1))
+
+    told = [line for cause in diagnosis.causes for line in cause.evidence]
+    assert told
+    assert not any("of step" in line for line in told)

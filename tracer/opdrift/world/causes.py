@@ -22,6 +22,7 @@ from opdrift.world.messages import Message
 from opdrift.world.passed import WrongMessage
 from opdrift.world.replicas import Replicas, Split
 from opdrift.world.results import WrongResult
+from opdrift.world.shifted import met_in_other_steps
 
 #: Of what a rank raised so much is quoted.
 _LONGEST: Final = 160
@@ -65,6 +66,8 @@ def of_disagreement(world: World, found: Disagreement, odd: Sequence[int]) -> Ca
         for rank, trace in world.traces.items()
         if rank not in found.absent and not _ended_well(trace)
     ]
+    if found.about == "missing":
+        evidence += met_in_other_steps(world)
     if found.about in ("dtype", "reduction"):
         evidence.append(
             "nothing raises an error for this: the bytes are taken for what they are not"
@@ -313,6 +316,7 @@ def of_split(world: World, replicas: Replicas, group: Sequence[Split]) -> Cause:
             f"on rank {rank} it {made_words(lineages[rank].of(state.value))}"
             for rank, state in ((first.usual, first.left), (first.odd[0], first.right))
         ]
+    evidence += met_in_other_steps(world)
     return Cause(
         "replica",
         "certain" if first.replica.certain else "likely",
