@@ -426,3 +426,13 @@ def test_long_chains_end(origin: Asks) -> None:
     assert (found.kind, found.first_op) == ("drawn", "aten.rand.default")
     assert len(found.chain) == CHAIN_LENGTH
     assert found.chain[-1] == "aten.rand.default"
+
+
+def test_what_another_rank_scattered_is_no_unwritten_memory() -> None:
+    """The receiver of a scatter hands in nothing but the memory that it is to be written into."""
+    build = Builder(rank=1, world_size=2)
+    shard = build.op("c10d.scatter_", build.op("empty_like"))
+
+    found = provenance(build.build(), shard)
+
+    assert (found.kind, found.op) == ("computed", "c10d.scatter_.default")

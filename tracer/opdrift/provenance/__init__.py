@@ -13,6 +13,7 @@ from typing import Final, Literal
 
 import numpy as np
 
+from opdrift.flow import is_collective
 from opdrift.provenance.ops import (
     COPIES,
     DRAWS,
@@ -208,6 +209,8 @@ class Lineage:
 
     def _only_input(self, index: int, written: int) -> int | None:
         """The tensor that an op like `mul_(x, 0.5)` works on, if it is the only one."""
+        if is_collective(self._info(index).name):
+            return None  # what it reads here is what it overwrites with another rank's
         inputs = [int(v) for v in self._trace.ops.inputs[index]]
         if not inputs or not (
             self._info(index).pointwise if len(inputs) > 1 else self._initialises(index)
