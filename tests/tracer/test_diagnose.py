@@ -363,13 +363,16 @@ def test_a_view_of_another_part_is_named_itself():
     def run(start: int) -> Trace:
         build = Builder()
         x = build.leaf("x", kind="input", shape=(8, 8))
-        part = build.op("slice", x, shape=(4, 8), offset=8 * start, settings={"start": start})
-        build.output(build.op("sin", build.op("t", part)))
+        with build.scope("pool"):
+            part = build.op("slice", x, shape=(4, 8), offset=8 * start, settings={"start": start})
+            with build.scope("pool.head"):
+                build.output(build.op("sin", build.op("t", part)))
         return build.build()
 
     found = first(diff(run(0), run(1)))
 
-    assert (found.op, [a.name for a in found.arguments]) == ("aten.slice.default", ["start"])
+    assert (found.op, found.module) == ("aten.slice.default", "pool")
+    assert [a.name for a in found.arguments] == ["start"]
     assert found.inputs_match
 
 
