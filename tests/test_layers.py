@@ -30,7 +30,7 @@ LAYERS: tuple[tuple[int, str, str], ...] = (
     (
         3,
         RECORDING,
-        "boundaries checkpoint_digests digesting headers marks mode naming options recorder",
+        "attaching boundaries checkpoint_digests contentcalls digesting headers marks mode naming options recorder",
     ),
     (
         2,

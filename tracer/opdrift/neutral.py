@@ -269,3 +269,24 @@ def hide_from_dynamo(*functions: Callable[..., Any]) -> None:
         set_code_exec_strategy(
             function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
         )
+
+
+class Unseen:
+    """Ops inside run below every mode and subclass, and without a graph.
+
+    Entered by hand: `contextlib.contextmanager` takes longer than the three that it would hold.
+    """
+
+    __slots__ = ("_guards", "_with_graph")
+
+    def __enter__(self) -> None:
+        self._guards = silent(), torch._C.DisableTorchFunction()
+        for guard in self._guards:
+            guard.__enter__()
+        self._with_graph = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+
+    def __exit__(self, *error: object) -> None:
+        torch._C._set_grad_enabled(self._with_graph)
+        for guard in reversed(self._guards):
+            guard.__exit__(None, None, None)

@@ -5,27 +5,29 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from time import perf_counter_ns as now
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Literal, Self, cast
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from torch.nn import Module
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from opdrift import environment, plugins
+from opdrift import environment
+from opdrift.attaching import Attaching
 from opdrift.batch import Batch
 from opdrift.batches.tracking import Batches
 from opdrift.boundaries import GRAPHS, Boundaries, around_generated_code, why_none_is_seen
 from opdrift.choices import switches
 from opdrift.collectives import Collectives
 from opdrift.compilations import Compilations
-from opdrift.digesting import Digest, Digesting
-from opdrift.errors import InvalidOptionError, RecorderStateError
+from opdrift.contentcalls import ContentCalls
+from opdrift.digesting import Digesting
+from opdrift.errors import RecorderStateError
 from opdrift.fingerprint.devices import Devices
 from opdrift.fingerprint.engine import load_engine
 from opdrift.futures import following_callbacks
@@ -37,21 +39,15 @@ from opdrift.kernels.full import watching
 from opdrift.marks import Marks
 from opdrift.mode import RecordingMode
 from opdrift.naming import Naming
-from opdrift.neutral import around_compilation, dispatch_keys, silent
+from opdrift.neutral import Unseen, around_compilation, dispatch_keys, silent
 from opdrift.options import (
     Options,
     check_options,
-    check_storage,
-    check_tensor,
     check_text,
 )
 from opdrift.plugins import (
     Integration,
-    OwnsParameters,
     SeesCalls,
-    SeesMarks,
-    SeesModules,
-    installed_integrations,
 )
 from opdrift.scopes import Scopes, name_arguments, walk
 from opdrift.shortfalls import Shortfalls
@@ -63,8 +59,6 @@ from opdrift.values import Values
 
 if TYPE_CHECKING:
     from opdrift.buffers import ThreadBuffers
-
-_LEAF_KINDS: Final = ("parameter", "buffer", "input", "constant", "shard")
 
 
 def record(
@@ -123,7 +117,7 @@ def record(
     )
 
 
-class Recorder:
+class Recorder(ContentCalls):
     """A recording; made by `record`, used once as a context manager."""
 
     def __init__(self, options: Options) -> None:
@@ -237,6 +231,15 @@ class Recorder:
         self._compilations = Compilations(
             lambda kind, fields: spool.mark(spool.thread(), kind, fields), failed=self._failed
         )
+        self._attaching = Attaching(
+            self,
+            self._stack,
+            failed=self._failed,
+            owners=self._naming.owners,
+            calls=self._told_of_calls,
+            modules=self._scopes.watchers,
+            marks=self._marks.told,
+        )
         self._boundaries = Boundaries(
             self._mode,
             self._values,
@@ -283,14 +286,7 @@ class Recorder:
 
     def _open(self) -> None:
         self._look_for_imports = self._stack.enter_context(watch_imports(self._wanted_imports()))
-        for given in self._options.integrations:
-            integration = (
-                self._load_integration(installed_integrations()[given])
-                if isinstance(given, str)
-                else given
-            )
-            if integration is not None:
-                self._attach(integration)
+        self._attaching.given(self._options.integrations)
         with silent():  # after the integrations: some own parameters
             self._guarded("names", self._name_given)
         self._stack.callback(self._scopes.off)
@@ -321,10 +317,7 @@ class Recorder:
             GRAPHS: lambda: self._guarded("torch._inductor", self._inductor_loaded),
         }
         if self._options.automatic:
-            for point in installed_integrations().values():
-                integration = self._load_integration(point)
-                if integration is not None:
-                    wanted[integration.library] = partial(self._attach, integration)
+            wanted.update(self._attaching.wanted())
         return wanted
 
     def _name_given(self) -> None:
@@ -467,138 +460,7 @@ class Recorder:
             RecorderStateError: The recorder is not open.
         """
         self._must_be_open("quiet")
-        return _Unseen()
-
-    def name_tensor(
-        self, tensor: torch.Tensor, name: str, *, kind: str = "parameter"
-    ) -> Digest | None:
-        """Give a tensor's present content a name in the trace; it is fingerprinted now, also if it is a view.
-
-        Args:
-            tensor: A strided tensor on any device; one whose memory is freed is named without content.
-            name: The leaf's name.
-            kind: "parameter", "buffer", "input", "constant", or "shard" for this rank's part of a parameter.
-
-        Returns:
-            The digest of what it holds, where that was read for this, because nothing was known of its memory, or is the
-            last that was read, because an op has just made it; else None.
-
-        Raises:
-            RecorderStateError: The recorder is not open.
-            InvalidOptionError: An argument is of another type or value.
-        """
-        self._must_be_open("name_tensor")
-        check_text("name_tensor", "name", name)
-        _check_kind("name_tensor", kind)
-        check_tensor("name_tensor", tensor)
-        with silent():
-            try:
-                read = self._naming.tensor(self._spool.thread(), tensor, name, kind, "gather")
-            except Exception as error:
-                self._failed("name_tensor", error)
-                return None
-            return None if read is None else Digest(*read)
-
-    def name_tensors(
-        self,
-        named: Iterable[tuple[torch.Tensor, str, plugins.Digest | None]],
-        *,
-        kind: str = "parameter",
-    ) -> None:
-        """As `name_tensor`, of many, each with the digest of its present content where that was read just now.
-
-        Such a content is not read once more if an op that has just written it left a fingerprint of it.
-
-        Raises:
-            RecorderStateError: The recorder is not open.
-            InvalidOptionError: `kind` is none of those.
-        """
-        self._must_be_open("name_tensors")
-        _check_kind("name_tensors", kind)
-        with silent():
-            tell = partial(self._naming.tensors, self._spool.thread(), named, kind, "gather")
-            self._guarded("name_tensors", tell)
-
-    def digest(self, tensor: torch.Tensor) -> Digest | None:
-        """The digest of a tensor's present content; None if it cannot be read now (freed, meta, in flight).
-
-        Raises:
-            RecorderStateError: The recorder is not open.
-            InvalidOptionError: It is no tensor.
-        """
-        self._must_be_open("digest")
-        check_tensor("digest", tensor)
-        with silent():
-            return self._digesting.one(tensor)
-
-    def digests(
-        self, contents: Iterable[tuple[torch.Tensor, Sequence[int]]]
-    ) -> Sequence[plugins.Digest | None]:
-        """As `digest`, of stretches that follow each other in tensors, looking at each tensor once.
-
-        Args:
-            contents: Tensors, and of how many elements each stretch is, from the first element on in row-major order.
-
-        Returns:
-            The digests of all stretches in order; None for those of a tensor that cannot be read now.
-
-        Raises:
-            RecorderStateError: The recorder is not open.
-            InvalidOptionError: Something else than a tensor is among them, or its stretches are longer than it.
-        """
-        self._must_be_open("digests")
-        with _Unseen():
-            return self._digesting.many(contents)
-
-    def cast_digests(
-        self, contents: Iterable[tuple[torch.Tensor, Sequence[int]]], dtype: torch.dtype
-    ) -> Sequence[plugins.Digest] | None:
-        """As `digests`, of what contents are in another precision; None if they have to be cast to know that.
-
-        Raises:
-            RecorderStateError: The recorder is not open.
-        """
-        self._must_be_open("cast_digests")
-        with _Unseen():
-            return self._digesting.many_cast(contents, dtype)
-
-    def digests_left(
-        self, contents: Iterable[tuple[torch.Tensor, Sequence[int]]]
-    ) -> Sequence[plugins.Digest] | None:
-        """As `digests`, of what the ops left that were the last to write these contents, without reading them again.
-
-        What has changed a content since then without an op is not in it, and so shows once it is read.
-
-        Returns:
-            None if not all of them were fingerprinted in one piece after they were written.
-
-        Raises:
-            RecorderStateError: The recorder is not open.
-        """
-        self._must_be_open("digests_left")
-        with _Unseen():
-            return self._digesting.left(contents)
-
-    def versions(self, tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
-        """Of each tensor's storage a number that no other storage has, and how often it is known to have been written.
-
-        Raises:
-            RecorderStateError: The recorder is not open.
-        """
-        self._must_be_open("versions")
-        return self._values.versions(tensors)
-
-    def writes(self, tensor: torch.Tensor) -> int:
-        """How often a tensor's storage is known to have been written; 0 if nothing is known of it.
-
-        Raises:
-            RecorderStateError: The recorder is not open.
-            InvalidOptionError: It is no tensor, or has no storage of its own.
-        """
-        self._must_be_open("writes")
-        check_tensor("writes", tensor)
-        check_storage("writes", tensor)
-        return self._values.writes(tensor)
+        return Unseen()
 
     def clean_path(self, module: Module) -> str | None:
         """The scope path of a module, wrapper segments stripped; None if the module is unknown.
@@ -668,28 +530,7 @@ class Recorder:
         self._note_seldom_changes(t)
         self._naming.rest(t)
 
-    # ---- integrations --------------------------------------------------------------------------------------
-
-    def _load_integration(self, point: Any) -> Integration | None:
-        try:
-            return cast("Integration", point.load()())
-        except Exception as error:
-            self._failed(f"integration {point.name}", error)
-            return None
-
-    def _attach(self, integration: Integration) -> None:
-        try:
-            self._stack.enter_context(integration.attach(self))
-            if isinstance(integration, OwnsParameters):
-                self._naming.owners.append(integration)
-            if isinstance(integration, SeesCalls):
-                self._told_of_calls.append(integration)
-            if isinstance(integration, SeesModules):
-                self._scopes.watchers.append(integration)
-            if isinstance(integration, SeesMarks):
-                self._marks.told.append(integration)
-        except Exception as error:
-            self._failed(f"integration {integration.name}", error)
+    # ---- what is imported meanwhile ------------------------------------------------------------------------
 
     def _dynamo_loaded(self) -> None:
         def off(ident: str) -> None:
@@ -721,31 +562,3 @@ class Recorder:
             return self._spool.thread()
         self._unrecorded.add(ident)
         return None
-
-
-def _check_kind(function: str, kind: str) -> None:
-    if kind not in _LEAF_KINDS:
-        raise InvalidOptionError(
-            f"{function}(kind={kind!r}): choose one of {', '.join(map(repr, _LEAF_KINDS))}."
-        )
-
-
-class _Unseen:
-    """Ops inside run below every mode and subclass, and without a graph.
-
-    Entered by hand: `contextlib.contextmanager` takes longer than the three that it would hold.
-    """
-
-    __slots__ = ("_guards", "_with_graph")
-
-    def __enter__(self) -> None:
-        self._guards = silent(), torch._C.DisableTorchFunction()
-        for guard in self._guards:
-            guard.__enter__()
-        self._with_graph = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
-
-    def __exit__(self, *error: object) -> None:
-        torch._C._set_grad_enabled(self._with_graph)
-        for guard in reversed(self._guards):
-            guard.__exit__(None, None, None)
