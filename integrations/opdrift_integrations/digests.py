@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import torch
 
-from opdrift.composition import end_to_end
+from opdrift.composition import Digests, end_to_end
 from opdrift.plugins import Digest, RecorderLike
 
 #: Elements that are cast at a time: half a megabyte of bfloat16, which stays in the second cache.
@@ -24,6 +24,13 @@ def as_field(digest: Digest | None) -> dict[str, Any] | None:
 def raw_field(digest: Digest) -> str:
     """The hash of a digest, where size and type are said elsewhere."""
     return f"{digest.raw:016x}"
+
+
+def raw_fields(digests: Sequence[Digest | None]) -> list[str | None]:
+    """As `raw_field`, of many."""
+    if isinstance(digests, Digests):
+        return [f"{raw:016x}" for raw in digests.raws]
+    return [None if digest is None else raw_field(digest) for digest in digests]
 
 
 def same(one: Digest | None, other: Digest | None) -> bool | None:

@@ -43,13 +43,13 @@ class FakeRecorder:
     def mark(self, kind: str, **fields: Any) -> None:
         self.marks.append({"kind": kind, **fields})
 
-    def form(self, kind: str, **fields: Any) -> Callable[..., None]:
-        return functools.partial(self.mark, kind, **fields)
-
-    def late_form(
-        self, kind: str, rest: Callable[[], dict[str, Any]], /, **fields: Any
+    def form(
+        self,
+        kind: str,
+        shared: dict[str, Any],
+        rest: Callable[[], dict[str, Any]] = dict,
     ) -> Callable[..., None]:
-        return lambda **given: self.mark(kind, **fields, **rest(), **given)
+        return lambda **given: self.mark(kind, **shared, **rest(), **given)
 
     @contextlib.contextmanager
     def scope(self, name: str) -> Iterator[None]:

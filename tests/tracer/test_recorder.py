@@ -285,13 +285,13 @@ def test_a_mark_that_was_refused_spoils_no_other():
 
 def test_marks_of_one_form_share_fields():
     with recording() as found:
-        write = found.recorder.form("shelf", title="a \u2713", nothing=None)
+        write = found.recorder.form("shelf", {"title": "a \u2713", "nothing": None})
         write(number=1)
         write(number=2.5, size=float("inf"))
         write()
         with pytest.raises(InvalidOptionError, match="was given title again"):
             write(title="b")
-        found.recorder.form("bare")(number=3)
+        found.recorder.form("bare", {})(number=3)
 
     shared = {"title": "a \u2713", "nothing": None}
     assert [(mark.kind, mark.fields) for mark in found.trace.marks] == [
@@ -310,7 +310,7 @@ def test_fields_that_are_made_late_are_made_once_and_in_the_trace():
         return {"bytes": float("nan"), "own": [1, 2]}
 
     with recording() as found:
-        write = found.recorder.late_form("shelf", rest, title="a")
+        write = found.recorder.form("shelf", {"title": "a"}, rest)
         write(number=1)
         assert made == []
         write(number=2, wrong=[{"at": 3}])
@@ -332,7 +332,7 @@ def test_fields_that_cannot_be_made_are_a_failure_of_the_tracer(
         raise KeyError("shelf 3")
 
     with opdrift.record(path, integrations=()) as recorder:
-        recorder.late_form("shelf", rest, title="a")(number=1)
+        recorder.form("shelf", {"title": "a"}, rest)(number=1)
         recorder.mark("after")
 
     trace = opdrift.load(path)
@@ -355,8 +355,8 @@ def test_whoever_is_told_of_marks_is_told_of_those_of_a_form():
 
     told = Told()
     with recording(integrations=[told]) as found:
-        found.recorder.form("shelf", title="a")(number=1)
-        found.recorder.late_form("shelf", lambda: {"own": [1]}, title="a")(number=2)
+        found.recorder.form("shelf", {"title": "a"})(number=1)
+        found.recorder.form("shelf", {"title": "a"}, lambda: {"own": [1]})(number=2)
 
     assert told.marks == [
         ("shelf", {"title": "a", "number": 1}),
@@ -366,7 +366,7 @@ def test_whoever_is_told_of_marks_is_told_of_those_of_a_form():
 
 def test_a_form_that_outlives_its_recorder_says_so():
     with recording() as found:
-        write = found.recorder.form("shelf")
+        write = found.recorder.form("shelf", {})
 
     with pytest.raises(RecorderStateError, match="not open"):
         write()
@@ -455,7 +455,7 @@ def test_a_setting_that_changes_is_a_mark():
     "call",
     [
         lambda recorder: recorder.mark("step"),
-        lambda recorder: recorder.form("step"),
+        lambda recorder: recorder.form("step", {}),
         lambda recorder: recorder.scope("loss"),
         lambda recorder: recorder.pause(),
         lambda recorder: recorder.quiet(),
@@ -465,7 +465,6 @@ def test_a_setting_that_changes_is_a_mark():
         lambda recorder: recorder.cast_digests([(torch.ones(2), (2,))], torch.bfloat16),
         lambda recorder: recorder.digests_left([(torch.ones(2), (2,))]),
         lambda recorder: recorder.versions([torch.ones(2)]),
-        lambda recorder: recorder.late_form("step", dict),
         lambda recorder: recorder.name_tensors([(torch.ones(2), "x", None)]),
         lambda recorder: recorder.clean_path(nn.Linear(1, 1)),
     ],
@@ -481,7 +480,6 @@ def test_a_setting_that_changes_is_a_mark():
         "cast_digests",
         "digests_left",
         "versions",
-        "late_form",
         "name_tensors",
         "clean_path",
     ],

@@ -45,12 +45,22 @@ class Digests(Sequence[Content]):
         code: What a component is.
     """
 
-    __slots__ = ("code", "lengths", "raws")
+    __slots__ = ("_whole", "code", "lengths", "raws")
 
     def __init__(self, raws: array[int], lengths: tuple[int, ...], code: int) -> None:
         self.raws = raws
         self.lengths = lengths
         self.code = code
+        self._whole: Content | None = None
+
+    @property
+    def whole(self) -> Content:
+        """What all of them are end to end."""
+        if self._whole is None:
+            weights = _weights(self.lengths, self.code)
+            raw = sum(map(mul, self.raws, weights)) % tfp1.P
+            self._whole = Content(raw, sum(self.lengths), self.code)
+        return self._whole
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -108,6 +118,8 @@ class Joints:
 
 def end_to_end(digests: Sequence[Digest | None]) -> Digest | None:
     """What contents laid end to end are; None if one could not be read, or there is none."""
+    if isinstance(digests, Digests):
+        return digests.whole if len(digests) else None
     known = [digest for digest in digests if digest is not None]
     if not known or len(known) < len(digests):
         return None

@@ -14,6 +14,8 @@ from opdrift.spool import Spool
 
 #: Makes fields of marks.
 Fields = Callable[[], Mapping[str, Any]]
+#: Of so many mappings of fields the JSON is kept: FSDP has a unit for each block of a model.
+_MAX_SHARED: Final = 1024
 #: Values that are JSON whatever they are.
 _SIMPLE: Final = frozenset({int, str, bool, type(None)})
 
@@ -39,6 +41,8 @@ class Marks:
         self._failed = failed
         self._guarded = guarded
         self._must_be_open = must_be_open
+        #: by identity, fields that were shared last, and their JSON
+        self._shared: dict[int, tuple[Mapping[str, Any], str]] = {}
         #: integrations that are told of each mark
         self.told: list[SeesMarks] = []
 
@@ -56,7 +60,7 @@ class Marks:
         `rest` makes further ones, once the first of the marks goes to disk.
         """
         check_text("form", "kind", kind)
-        form, spool = _Form(kind, shared, rest, self._failed), self._spool
+        form, spool = _Form(kind, self._json_of(kind, shared), rest, self._failed), self._spool
 
         def write(**fields: Any) -> None:
             self._must_be_open("mark")
@@ -72,6 +76,14 @@ class Marks:
 
         return write
 
+    def _json_of(self, kind: str, shared: Mapping[str, Any]) -> str:
+        known = self._shared.get(id(shared))
+        if known is None or known[0] is not shared:
+            if len(self._shared) >= _MAX_SHARED:
+                self._shared.clear()
+            known = self._shared[id(shared)] = shared, _as_json(kind, shared)
+        return known[1]
+
     def _tell(self, kind: str, fields: Mapping[str, Any], rest: Fields | None) -> None:
         whole = {**fields, **rest()} if self.told and rest is not None else fields
         for each in self.told:
@@ -84,12 +96,12 @@ class _Form:
     def __init__(
         self,
         kind: str,
-        shared: Mapping[str, Any],
+        text: str,
         rest: Fields | None,
         failed: Callable[[str, BaseException], None],
     ) -> None:
         self._kind = kind
-        self._text = _as_json(kind, shared)
+        self._text = text
         self._rest = rest
         self._failed = failed
 

@@ -54,13 +54,16 @@ class RecorderLike(Protocol):
     def mark(self, kind: str, /, **fields: Any) -> None:
         """Write a mark: something that is no op. Fields are JSON types."""
 
-    def form(self, kind: str, /, **fields: Any) -> Callable[..., None]:
-        """What writes marks that share these fields, which become JSON only once; it is called with the others."""
-
-    def late_form(
-        self, kind: str, rest: Callable[[], Mapping[str, Any]], /, **fields: Any
+    def form(
+        self,
+        kind: str,
+        shared: Mapping[str, Any],
+        rest: Callable[[], Mapping[str, Any]] | None = None,
     ) -> Callable[..., None]:
-        """As `form`, with further fields that `rest` makes once the first of its marks goes to disk."""
+        """What writes marks that share fields, which become JSON only once; it is called with the others.
+
+        `rest` makes further shared ones when the first of the marks goes to disk.
+        """
 
     def scope(self, name: str) -> AbstractContextManager[None]:
         """Ops inside run in the scope `name`, below the current one."""

@@ -396,29 +396,27 @@ class Recorder(ContentCalls):
         self._must_be_open("mark")
         self._marks.mark(kind, fields)
 
-    def form(self, kind: str, /, **fields: Any) -> Callable[..., None]:
-        """What writes marks that share these fields, which become JSON only once; it is called with the others.
+    def form(
+        self,
+        kind: str,
+        shared: Mapping[str, Any],
+        rest: Callable[[], Mapping[str, Any]] | None = None,
+    ) -> Callable[..., None]:
+        """What writes marks that share fields, and is called with the others; shared ones become JSON only once.
+
+        Args:
+            kind: Of the marks.
+            shared: Fields of all of them. Nothing may change the mapping from now on; forms that are given the same one
+                share its JSON.
+            rest: Makes further ones that all share, once the first of the marks goes to disk. It must not look at what may
+                have changed by then; what it raises is noted as a failure of the tracer.
 
         Raises:
             RecorderStateError: The recorder is not open.
-            InvalidOptionError: As `mark`; or, when it is called, a field is given again.
+            InvalidOptionError: As `mark`; or, when what is returned is called, a field is given again.
         """
         self._must_be_open("form")
-        return self._marks.form(kind, fields, None)
-
-    def late_form(
-        self, kind: str, rest: Callable[[], Mapping[str, Any]], /, **fields: Any
-    ) -> Callable[..., None]:
-        """As `form`, with further fields that `rest` makes once the first of its marks goes to disk.
-
-        `rest` must not look at what may have changed by then; whatever it raises is noted as a failure of the tracer.
-
-        Raises:
-            RecorderStateError: The recorder is not open.
-            InvalidOptionError: As `form`.
-        """
-        self._must_be_open("late_form")
-        return self._marks.form(kind, fields, rest)
+        return self._marks.form(kind, shared, rest)
 
     def scope(self, name: str) -> AbstractContextManager[None]:
         """Ops inside run in the scope `name`, below the present one.

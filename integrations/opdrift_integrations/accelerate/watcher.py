@@ -383,7 +383,7 @@ class Watcher:
         """Write the mark of a move; one that says what the last one said is not made into JSON again."""
         known = slot.forms.get(move.direction)
         if known is None or known[0] != move:
-            known = move, self._recorder.form("move", **move.fields())
+            known = move, self._recorder.form("move", move.fields())
             slot.forms[move.direction] = known
         known[1](**fields)
 

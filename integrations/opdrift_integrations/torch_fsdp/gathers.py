@@ -45,7 +45,7 @@ import torch
 
 from opdrift.composition import end_to_end
 from opdrift.plugins import Digest, RecorderLike
-from opdrift_integrations.digests import as_field, cast_digests, raw_field, same
+from opdrift_integrations.digests import as_field, cast_digests, raw_fields, same
 from opdrift_integrations.failures import Failures
 from opdrift_integrations.layouts import Buffer
 from opdrift_integrations.tensors import between, dtype_name, is_readable
@@ -99,6 +99,8 @@ class Unit:
     names: list[tuple[str, int]] = field(init=False)
     #: What every mark says of the buffer.
     fields: dict[str, Any] = field(init=False)
+    #: The same, and what the library says of it.
+    common: dict[str, Any] = field(default_factory=dict)
     #: Writes marks of a kind, once one was written.
     forms: dict[str, Callable[..., None]] = field(default_factory=dict)
     #: Writes those of a kind that say what contents are, once one was written.
@@ -174,7 +176,7 @@ class Follower:
         """Write a mark about a unit's parameters."""
         write = unit.forms.get(kind)
         if write is None:
-            write = unit.forms[kind] = self.recorder.late_form(kind, partial(self._common, unit))
+            write = unit.forms[kind] = self.recorder.form(kind, self._common(unit))
         write(phase=phase, step=self.step, **fields)
 
     def _writer(
@@ -183,17 +185,16 @@ class Follower:
         """What writes marks that also say what `make(unit, *about)` does; nothing in `about` may change."""
         told = unit.told.get(kind)
         if told is None or told.about != about:
-            common = partial(self._common, unit, make, *about)
-            told = unit.told[kind] = _Told(about, self.recorder.late_form(kind, common))
+            write = self.recorder.form(kind, self._common(unit), partial(make, unit, *about))
+            told = unit.told[kind] = _Told(about, write)
         return told.write
 
-    def _common(
-        self, unit: Unit, make: Callable[..., dict[str, Any]] | None = None, *about: Any
-    ) -> dict[str, Any]:
-        """What every mark about a unit's parameters says, and what `make` adds."""
-        layout = unit.buffer.layout
-        common = {"library": self.library, "unit": unit.path, **unit.fields, "layout": layout}
-        return common if make is None else {**common, **make(unit, *about)}
+    def _common(self, unit: Unit) -> dict[str, Any]:
+        """What every mark about a unit's parameters says; it is made once."""
+        if not unit.common:
+            common = {"library": self.library, "unit": unit.path, "layout": unit.buffer.layout}
+            unit.common = {**common, **unit.fields}
+        return unit.common
 
     # ---- the shard ----------------------------------------------------------------------------------
 
@@ -443,14 +444,14 @@ class Follower:
         form = f"free {what} on {device}"
         write = unit.forms.get(form)
         if write is None:
-            write = unit.forms[form] = self.recorder.form(
-                "free",
-                library=self.library,
-                unit=unit.path,
-                buffer=unit.buffer.name,
-                what=what,
-                device=device,
-            )
+            fields = {
+                "library": self.library,
+                "unit": unit.path,
+                "buffer": unit.buffer.name,
+                "what": what,
+                "device": device,
+            }
+            write = unit.forms[form] = self.recorder.form("free", fields)
         write(phase=phase, step=self.step, bytes=bytes_)
 
 
@@ -498,8 +499,8 @@ def _gather_fields(
         "padding": unit.buffer.padding,
         "shard": as_field(end_to_end(source)),
         "own": [
-            [piece.part, piece.offset, piece.size, raw_field(sent)]
-            for piece, sent in zip(unit.cut.mine, source, strict=True)
+            [piece.part, piece.offset, piece.size, sent]
+            for piece, sent in zip(unit.cut.mine, raw_fields(source), strict=True)
             if sent is not None
         ],
     }
@@ -508,7 +509,7 @@ def _gather_fields(
     return {
         **fields,
         "segments": [as_field(segment) for segment in unit.cut.shards.of(arrived)],
-        "wholes": [None if whole is None else raw_field(whole) for whole in wholes],
+        "wholes": raw_fields(wholes),
     }
 
 
