@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[int, str, str], ...] = (
     (
         2,
         RECORDING,
-        "batches buffers choices collectives compilations environment fingerprint futures imports interning kernels memory neutral outcomes placements plans randomness rereading scopes shortfalls sources spool steering storages transfers unsettled values",
+        "batches buffers choices collectives compilations environment fingerprint futures imports interning kernels leafnames memory neutral outcomes placements plans randomness rereading scopes shortfalls sources spool steering storages transfers unsettled values",
     ),
     (
         3,

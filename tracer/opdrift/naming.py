@@ -56,7 +56,7 @@ class Naming:
         read = None
         for part_name, part in plain_parts(name, tensor):
             given = row if part is tensor else None
-            is_known = self._values.name(t, part, part_name, kind, when, given)
+            is_known = self._values.names.give(t, part, part_name, kind, when, given)
             if is_known and part is tensor:
                 read = self._values.digest_read(part)
         return read
@@ -123,8 +123,8 @@ class Naming:
         """Name what a root module was called with, as far as no op made it and nobody named it."""
         for name, tensor in name_arguments(module, args, kwargs):
             for part_name, part in plain_parts(name, tensor):
-                if self._values.is_input(part):
-                    self._values.name(t, part, part_name, "input", "use")
+                if self._values.names.is_input(part):
+                    self._values.names.give(t, part, part_name, "input", "use")
 
     def results(self, t: ThreadBuffers, call: int, output: Any) -> None:
         """Name what a root module returned."""
@@ -147,7 +147,7 @@ class Naming:
                 for part_name, part in plain_parts(name, tensor):
                     found = self._values.value_of(part)
                     if found is not None and found[0].writes:
-                        self._values.name(t, part, part_name, kind, "exit")
+                        self._values.names.give(t, part, part_name, kind, "exit")
                 # torch warns where a tensor that is no leaf is asked for its gradient
                 if tensor.is_leaf and tensor.grad is not None:
                     self.tensor(t, tensor.grad, name, "gradient", "exit")

@@ -261,5 +261,5 @@ class Rereading:
         if self._values.can_read(whole):
             self._values.show(t, whole, state, entry[0], key_of(whole))
         for name, kind in (leaf.names or [("", "constant")]) if told else ():
-            self._values.tell(t, leaf, entry[0], name, kind, "changed")
+            self._values.names.tell(t, leaf, entry[0], name, kind, "changed")
         return state.values.get(key) or self._values.adopt_layout(t, tensor, state, key)

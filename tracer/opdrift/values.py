@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from opdrift.buffers import FINGERPRINTS, VALUE, VALUE_BYTES, VALUES
-from opdrift.fingerprint.row import ROW
 from opdrift.fingerprint.tensors import MANY, without_repeats
+from opdrift.leafnames import Names
 from opdrift.memory import Generated, InFlight, Unwritten, handed_on
 from opdrift.rereading import Rereading
 from opdrift.storages import (
@@ -43,8 +42,6 @@ if TYPE_CHECKING:
     from opdrift.memory import Use
     from opdrift.plans import Plan
 
-#: Where a fingerprint's row says of which value it is.
-_VALUE_AT: Final = ROW.fields["value"][1] if ROW.fields else 0
 #: Types whose content is their storage's. Every other subclass is passed on and seen by its inner ops.
 PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 _MAX_METAS: Final = 65536
@@ -93,8 +90,7 @@ class Values:
         self.made = Made()
         #: why contents were left out, with counts
         self.skipped: dict[str, int] = {}
-        #: names of tensors by id of the Python object: (weak reference, name, kind)
-        self._names: dict[int, tuple[weakref.ref[Tensor], str, str]] = {}
+        self.names = Names(self, write_leaf)
 
     # ---- the hot path ------------------------------------------------------------------------------
 
@@ -156,7 +152,7 @@ class Values:
         if entry is not None:  # an alias of something known: no new value, no hash
             outputs.append(entry[0])
             return
-        value = self._make_another(t, state, key)[0]
+        value = self.make_another(t, state, key)[0]
         outputs.append(value)
         # after a partial write no other fingerprint tells this view's content
         if not plan.quiet or (state.partial and self.integrity != "off"):
@@ -263,7 +259,7 @@ class Values:
             # its content follows from that of what it repeats, as any view's does
             tensor = without_repeats(tensor)
             key = key_of(tensor)
-            value = (state.values.get(key) or self._make_another(t, state, key))[0]
+            value = (state.values.get(key) or self.make_another(t, state, key))[0]
         leaf = state.leaf
         # a conjugate or negative view does not show what the layout holds
         if leaf is not None and (tensor.is_conj() or tensor.is_neg()):
@@ -292,7 +288,7 @@ class Values:
             self.skip(reason)
         return reason is None
 
-    def _make_another(self, t: ThreadBuffers, state: StorageState, key: Key) -> Entry:
+    def make_another(self, t: ThreadBuffers, state: StorageState, key: Key) -> Entry:
         """As `make`, for a storage of which other layouts may be known."""
         if len(state.values) >= MAX_LAYOUTS:
             state.values.clear()  # bounded; a layout seen again gets a second value
@@ -312,22 +308,24 @@ class Values:
             if not state.at:
                 return entry
             return self.rereading.look(t, tensor, state, entry, use, compiled=compiled)
-        state, leaf = self._new_leaf(tensor)
+        state, leaf = self.new_leaf(tensor)
         entry = self.make(t, state, key)
         if not use.overwrites(tensor) and self.can_read(tensor):
             self.show(t, tensor, state, entry[0], key)
         if compiled and type(tensor) is Tensor:
             state.special = Generated()
-        name, kind = self._name_of(t, tensor) or ("", "constant")
+        name, kind = self.names.of(t, tensor) or ("", "constant")
         leaf.names.append((name, kind))
-        self.tell(t, leaf, entry[0], name, kind, "use" if state.special is None else "generated")
+        self.names.tell(
+            t, leaf, entry[0], name, kind, "use" if state.special is None else "generated"
+        )
         return entry
 
     def adopt_layout(
         self, t: ThreadBuffers, tensor: Tensor, state: StorageState, key: Key
     ) -> Entry:
         """Register another layout of a storage that is known."""
-        entry = self._make_another(t, state, key)
+        entry = self.make_another(t, state, key)
         leaf = state.leaf
         # of a leaf only that part is known which was read
         elsewhere = (
@@ -341,15 +339,15 @@ class Values:
         self, t: ThreadBuffers, tensor: Tensor, state: StorageState, entry: Entry
     ) -> None:
         """Name a parameter whose content an op of this run made, at its first use."""
-        leaf = self._made_leaf(tensor, state)
+        leaf = self.made_leaf(tensor, state)
         if self.integrity != "off" and self.can_read(tensor) and state.may_be_read(tensor):
             self.rereading.learn(tensor, state, leaf)
-        found = self._name_of(t, tensor)  # `.data =` leaves the Python object what it was
+        found = self.names.of(t, tensor)  # `.data =` leaves the Python object what it was
         if found is not None:
             leaf.names.append(found)
-            self.tell(t, leaf, entry[0], *found, "use")
+            self.names.tell(t, leaf, entry[0], *found, "use")
 
-    def _made_leaf(self, tensor: Tensor, state: StorageState) -> Leaf:
+    def made_leaf(self, tensor: Tensor, state: StorageState) -> Leaf:
         """Check a storage that an op made at its uses, as a leaf's is."""
         state.leaf = leaf = Leaf(self.rereading.round + 1)
         state.at = tensor.untyped_storage().data_ptr() or 1
@@ -357,7 +355,8 @@ class Values:
         leaf.at_version(state.version)
         return leaf
 
-    def _new_leaf(self, tensor: Tensor) -> tuple[StorageState, Leaf]:
+    def new_leaf(self, tensor: Tensor) -> tuple[StorageState, Leaf]:
+        """Begin to know a storage that no op of this run made."""
         storage = tensor.untyped_storage()
         state = StorageState(next(self._storage_ids), tensor.device, storage.data_ptr() or 1)
         setattr(storage, self.key, state)
@@ -365,26 +364,6 @@ class Values:
         state.leaf = leaf = Leaf(self.rereading.round + 1)
         leaf.at_version(state.version)
         return state, leaf
-
-    def _name_of(self, t: ThreadBuffers, tensor: Tensor) -> tuple[str, str] | None:
-        named = self._names.get(id(tensor))
-        if named is not None and named[0]() is tensor:
-            return named[1], named[2]
-        return self._name_in_module(t, tensor)
-
-    def _name_in_module(self, t: ThreadBuffers, tensor: Tensor) -> tuple[str, str] | None:
-        """The name of a parameter or buffer that was put into the running module after it was named.
-
-        Offloading makes new Parameter objects at every forward, inside the module's call (H7).
-        """
-        module = t.module() if t.module is not None else None
-        if module is None:
-            return None
-        for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
-            for name, own in tensors.items():
-                if own is tensor:
-                    return (f"{t.path}.{name}" if t.path else name), kind
-        return None
 
     # ---- writes ----------------------------------------------------------------------------------------
 
@@ -406,7 +385,7 @@ class Values:
             state: StorageState | None = getattr(storage, self.key, None)
             if state is None:
                 # seen as an input before, unless the op's own inputs could not be read
-                state, _ = self._new_leaf(tensor)
+                state, _ = self.new_leaf(tensor)
             state.writes += 1
             state.values = {}
             scattered = use is not None and use.plan.scatters
@@ -470,83 +449,7 @@ class Values:
         into, of = (None if state is None else state.special for state in found)
         return handed_on(use, of, into)
 
-    # ---- names -----------------------------------------------------------------------------------------
-
-    def name(
-        self,
-        t: ThreadBuffers,
-        tensor: Tensor,
-        name: str,
-        kind: str,
-        when: str,
-        row: bytes | None = None,
-    ) -> bool:
-        """Give a tensor's present content a name, and fingerprint it if nothing has.
-
-        `row` is a fingerprint of the same content, if there is one: it is not read once more.
-        Returns whether its storage was new, or a parameter whose fingerprint is the last one of this thread: then it is
-        known what it holds without reading it again.
-        """
-        state: StorageState | None = getattr(tensor.untyped_storage(), self.key, None)
-        key = key_of(tensor)
-        is_known = state is None
-        if state is None:
-            state, _ = self._new_leaf(tensor)
-        leaf = state.leaf
-        entry = state.values.get(key)
-        if entry is not None and leaf is not None and state.at:
-            at = tensor.untyped_storage().data_ptr() or 1
-            if at != state.at or version_of(tensor) != state.version:
-                entry = self.rereading.moved(t, tensor, state, entry)
-            elif kind == "buffer" and when == "gather":
-                # running statistics are written with no version moved
-                entry = self.rereading.reread(t, tensor, state, entry)
-        if entry is None:
-            entry = self._make_another(t, state, key)
-        if isinstance(state.special, Generated):
-            entry, _ = self.unsettled.generated(t, tensor, state, entry, 0)
-        if leaf is None and self._is_last(t, tensor, state, entry[0]):
-            leaf, is_known = self._made_leaf(tensor, state), True
-            leaf.read(key, tensor.numel(), self.last_digest(t))
-        elif (leaf is None or key != leaf.key) and self.can_read(tensor):
-            self.show(t, tensor, state, entry[0], key, row)
-        if kind not in ("output", "gradient"):  # a result keeps the name that it had
-            self._names[id(tensor)] = (weakref.ref(tensor), name, kind)
-            if leaf is not None and (name, kind) not in leaf.names:
-                leaf.names = [known for known in leaf.names if known[0]]
-                leaf.names.append((name, kind))
-        self.tell(t, leaf, entry[0], name, kind, when)
-        return is_known
-
-    def _is_last(self, t: ThreadBuffers, tensor: Tensor, state: StorageState, value: int) -> bool:
-        """Whether a parameter that an op made is what was fingerprinted last on this thread."""
-        if type(tensor) is not Parameter or state.special is not None or not t.fingerprint_count:
-            return False
-        at = (t.fingerprint_count - 1) * self.row_bytes + _VALUE_AT
-        return value == int.from_bytes(t.fingerprints[at : at + 8], "little")
-
-    def tell(
-        self, t: ThreadBuffers, leaf: Leaf | None, value: int, name: str, kind: str, when: str
-    ) -> None:
-        """Write a row of the table `leaves`."""
-        if leaf is not None:
-            if len(leaf.told) >= MAX_LAYOUTS:
-                leaf.told.clear()
-            leaf.told.add(value)
-        self.write_leaf((name, kind, when, value, t.seq, t.call))
-
-    def is_input(self, tensor: Tensor) -> bool:
-        """Whether no op made a tensor's content, no model owns it, and it was not named as it is now."""
-        known = self.value_of(tensor)
-        if known is None:
-            return True
-        state, entry = known
-        leaf = state.leaf
-        if leaf is None or leaf.made or state.writes:
-            return False
-        if any(kind not in ("input", "constant") for _, kind in leaf.names):
-            return False
-        return entry is None or entry[0] not in leaf.told or not any(n for n, _ in leaf.names)
+    # ---- what is known -----------------------------------------------------------------------------------
 
     def value_of(self, tensor: Tensor) -> tuple[StorageState, Entry | None] | None:
         """What is known of a tensor without registering anything."""
@@ -576,10 +479,7 @@ class Values:
     def prune(self) -> None:
         """Forget what died; memory stays bounded by what is alive."""
         self.made.prune()
-        if len(self._names) > 65536:
-            for ident, named in list(self._names.items()):
-                if named[0]() is None:
-                    self._names.pop(ident, None)
+        self.names.prune()
 
     # ---- small things ------------------------------------------------------------------------------------
 
