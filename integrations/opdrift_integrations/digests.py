@@ -51,7 +51,7 @@ def cast_digests(
     """
     known = recorder.cast_digests(contents, dtype)
     if known is not None:
-        return list(known)
+        return list(known[1])
     total = sum(size for _, sizes in contents for size in sizes)
     block = torch.empty(min(_BLOCK, total), dtype=dtype, device=contents[0][0].device)
     pieces: list[list[Digest | None]] = []

@@ -118,8 +118,8 @@ class ContentCalls:
 
     def cast_digests(
         self, contents: Iterable[tuple[torch.Tensor, Sequence[int]]], dtype: torch.dtype
-    ) -> Sequence[plugins.Digest] | None:
-        """As `digests`, of what contents are in another precision; None if they have to be cast to know that.
+    ) -> tuple[Sequence[plugins.Digest], Sequence[plugins.Digest]] | None:
+        """As `digests`, and what the contents are in another precision; None if they have to be cast to know that.
 
         Raises:
             RecorderStateError: The recorder is not open.

@@ -85,15 +85,18 @@ class Digesting:
             found[place:place] = self._singly(tensor, sizes)
         return found
 
-    def many_cast(self, contents: Contents, dtype: torch.dtype) -> Digests | None:
-        """As `many`, of what contents are in another precision; None if they have to be cast to know."""
+    def many_cast(self, contents: Contents, dtype: torch.dtype) -> tuple[Digests, Digests] | None:
+        """As `many`, and what the contents are in another precision; None if they have to be cast to know."""
         if dtype is not torch.bfloat16 or not self._rounds_as_torch:
             return None
         spans = self._spans(contents)
         if spans.kind != Code.F32:
             return None
         raws = self._engine.bfloat16_raws(spans.addresses, spans.lengths)
-        return None if raws is None else Digests(raws, tuple(spans.lengths), int(Code.BF16))
+        if raws is None:
+            return None
+        lengths = tuple(spans.lengths)
+        return Digests(raws[0], lengths, int(Code.F32)), Digests(raws[1], lengths, int(Code.BF16))
 
     def left(self, contents: Contents) -> Digests | None:
         """As `many`, what the fingerprint after the last write of each says that was left; None if not of all it does."""
@@ -117,7 +120,7 @@ class Digesting:
         numbers = numbers[~numbers.isnan()].contiguous()
         raws = self._engine.bfloat16_raws([numbers.data_ptr()], [numbers.numel()])
         cast = self.one(numbers.to(torch.bfloat16))
-        return raws is not None and cast is not None and raws[0] == cast.raw
+        return raws is not None and cast is not None and raws[1][0] == cast.raw
 
     def _spans(self, contents: Contents) -> _Spans:
         spans = _Spans([], [], [], [])

@@ -93,8 +93,8 @@ class RecorderLike(Protocol):
 
     def cast_digests(
         self, contents: Iterable[tuple[Any, Sequence[int]]], dtype: Any
-    ) -> Sequence[Digest | None] | None:
-        """As `digests`, of what contents are in another precision; None if they have to be cast to know that."""
+    ) -> tuple[Sequence[Digest], Sequence[Digest]] | None:
+        """As `digests`, and what the contents are in another precision; None if they have to be cast to know that."""
 
     def digests_left(
         self, contents: Iterable[tuple[Any, Sequence[int]]]

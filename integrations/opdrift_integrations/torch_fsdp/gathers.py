@@ -220,20 +220,23 @@ class Follower:
             versions = self.recorder.versions(masters)
             is_told = as_kept or (phase == "backward" and unit.cast_dtype is dtype)
             unit.unread = sent and is_told and seen is not None and seen.versions == versions
+            unit.is_cast, cast = not as_kept, None
             if unit.unread and seen is not None:
                 held = seen.pieces
             else:
-                held = self._look(unit, memory, phase, versions)
-            unit.is_cast = not as_kept
+                # with the cast, where it is another since the optimizer's step
+                is_new = seen is None or not _alike(seen.pieces, unit.cast_from)
+                recast = unit.is_cast and (is_new or unit.cast_dtype is not dtype)
+                held, cast = self._look(unit, memory, phase, versions, dtype if recast else None)
             if unit.cast_dtype is not dtype or not _alike(held, unit.cast_from):
                 unit.cast_dtype = dtype
-                self._cast(unit, memory, held)
+                self._cast(unit, memory, held, cast)
 
-    def _cast(self, unit: Unit, memory: Memory, held: Digests) -> None:
-        """Learn what this rank's shard is in the dtype that is gathered."""
+    def _cast(self, unit: Unit, memory: Memory, held: Digests, cast: Digests | None = None) -> None:
+        """Learn what this rank's shard is in the dtype that is gathered, if that was not read with it."""
         unit.source = unit.cast_from = held
         if unit.is_cast and unit.cast_dtype is not None and None not in held:
-            unit.source = cast_digests(self.recorder, memory.shard(), unit.cast_dtype)
+            unit.source = cast or cast_digests(self.recorder, memory.shard(), unit.cast_dtype)
 
     def exchanged(self, unit: Unit, phase: str, names: Sequence[str]) -> None:
         """Parameters whose shard in the model is another tensor than the one that is sent: each is told once."""
@@ -249,26 +252,33 @@ class Follower:
         versions = self.recorder.versions(memory.masters)
         if [writes for _, writes in versions] != [writes for _, writes in unit.seen.versions]:
             left = self.recorder.digests_left(memory.shard())
-            seen = self._see(memory, versions) if left is None else _Seen(versions, left)
-            unit.seen = seen
+            unit.seen = _Seen(versions, left or self.recorder.digests(memory.shard()))
 
-    def _look(self, unit: Unit, memory: Memory, phase: str, versions: Versions) -> Digests:
-        """Read the shard; a mark tells where it changed although nothing has written it."""
-        now, before = self._see(memory, versions), unit.seen
-        unit.seen = now
-        if before is None or before.versions != versions or _alike(before.pieces, now.pieces):
-            return now.pieces
+    def _look(
+        self,
+        unit: Unit,
+        memory: Memory,
+        phase: str,
+        versions: Versions,
+        dtype: torch.dtype | None = None,
+    ) -> tuple[Digests, Digests | None]:
+        """Read the shard, and what it is in another dtype if that is asked for and can be known in the same pass.
+
+        A mark tells where it changed although nothing has written it.
+        """
+        both = None if dtype is None else self.recorder.cast_digests(memory.shard(), dtype)
+        now, cast = both or (self.recorder.digests(memory.shard()), None)
+        before, unit.seen = unit.seen, _Seen(versions, now)
+        if before is None or before.versions != versions or _alike(before.pieces, now):
+            return now, cast
         changed = [
             {**_where(unit, piece), "before": as_field(old), "found": as_field(new)}
-            for piece, old, new in zip(unit.cut.mine, before.pieces, now.pieces, strict=True)
+            for piece, old, new in zip(unit.cut.mine, before.pieces, now, strict=True)
             if same(old, new) is False
         ]
         if changed:
             self.mark("shard-changed", unit, phase, mismatch=changed)
-        return now.pieces
-
-    def _see(self, memory: Memory, versions: Versions) -> _Seen:
-        return _Seen(versions, self.recorder.digests(memory.shard()))
+        return now, cast
 
     def _name_shard(self, unit: Unit, memory: Memory) -> None:
         unit.named = True
@@ -291,7 +301,8 @@ class Follower:
             if unit.unread and not _alike(mine, unit.source):
                 # the shard was written past the dispatcher, or the gather is wrong
                 assert unit.seen is not None
-                self._cast(unit, memory, self._look(unit, memory, phase, unit.seen.versions))
+                held, _ = self._look(unit, memory, phase, unit.seen.versions)
+                self._cast(unit, memory, held)
             checked = self._checked(unit, mine)
             self._sent(unit, memory, phase, checked["intact"])
             self._told("gather", unit, memory, phase, ranks, **checked)

@@ -213,18 +213,22 @@ static int round_to_bfloat16(uint16_t *to, const char *source, int count) {
     return largest <= 0x7f800000;
 }
 
-NOINLINE int digest_as_bfloat16(const char *source, int64_t n, uint64_t *raw) {
+/* Both while the chunk is in the cache. */
+NOINLINE int digest_and_as_bfloat16(const char *source, int64_t n, uint64_t *raw, uint64_t *cast) {
     uint16_t chunk[CHUNK] __attribute__((aligned(64)));
-    State state;
-    start(&state, BF16, 0);
-    state.digest.ahead = 0;
+    State kept, rounded;
+    start(&kept, F32, 0);
+    start(&rounded, BF16, 0);
+    rounded.digest.ahead = 0;
     for (int64_t first = 0; first < n; first += CHUNK) {
         int count = n - first < CHUNK ? (int)(n - first) : CHUNK;
+        add_chunk(&kept, source + 4 * first, count, first + count == n);
         if (!round_to_bfloat16(chunk, source + 4 * first, count))
             return 0;
-        add_chunk(&state, chunk, count, first + count == n);
+        add_chunk(&rounded, chunk, count, first + count == n);
     }
-    *raw = state.digest.raw;
+    *raw = kept.digest.raw;
+    *cast = rounded.digest.raw;
     return 1;
 }
 
@@ -322,6 +326,8 @@ EXPORT void opdrift_init(const float *fp8, const double *fp8_normal) {
         limbs2[row][1] = (uint32_t)(weight >> 31);
         limbs52[row][0] = weight & 0xfffffffffffff;
         limbs52[row][1] = weight >> 52;
+        limbs36[row][0] = weight & 0xfffffffff;
+        limbs36[row][1] = weight >> 36;
         weight = mulmod(weight, row_step);
     }
     for (int row = 0; row < 64; row++) {
@@ -382,12 +388,12 @@ EXPORT void opdrift_raws(const int64_t *addresses, const int64_t *lengths, const
         raws[i] = digest_only((const char *)addresses[i], lengths[i], (int)kinds[i]);
 }
 
-/* What many contents of float32 are as bfloat16, rounded to the nearest, ties to even. 0 if there is a NaN among
- * them: what becomes of it is torch's choice, and differs between the start and the end of a tensor. */
+/* The same of contents of float32, and what they are as bfloat16, rounded to the nearest, ties to even. 0 if there is
+ * a NaN among them: what becomes of it is torch's choice, and differs between the start and the end of a tensor. */
 EXPORT int opdrift_bfloat16_raws(const int64_t *addresses, const int64_t *lengths, int64_t count,
-                                 uint64_t *raws) {
+                                 uint64_t *raws, uint64_t *casts) {
     for (int64_t i = 0; i < count; i++)
-        if (!digest_as_bfloat16((const char *)addresses[i], lengths[i], raws + i))
+        if (!digest_and_as_bfloat16((const char *)addresses[i], lengths[i], raws + i, casts + i))
             return 0;
     return 1;
 }

@@ -102,7 +102,8 @@ ALWAYS_INLINE void prefetch_row(const char *row, size_t ahead, int bytes) {
 static uint64_t power[SCALAR_DIGITS];      /* r^j */
 static uint32_t limbs3[MAX_DIGIT_ROWS][3]; /* r^(64 row) in 21, 20 and 20 bits: 32-bit digits */
 static uint32_t limbs2[MAX_DIGIT_ROWS][2]; /* r^(64 row) in 31 and 30 bits: 8 and 16-bit digits */
-static uint64_t limbs52[MAX_DIGIT_ROWS][2]; /* r^(64 row) in 52 and 9 bits: for IFMA */
+static uint64_t limbs52[MAX_DIGIT_ROWS][2]; /* r^(64 row) in 52 and 9 bits: 32-bit digits with IFMA */
+static uint64_t limbs36[MAX_DIGIT_ROWS][2]; /* r^(64 row) in 36 and 25 bits: narrower digits with IFMA */
 static uint64_t sign_word[64];        /* the sketch's signs of a row; bit l set: lane l negative */
 static float lane_sign[2][64][LANES]; /* the same as +1 and -1, and its complement */
 static uint32_t sample_jitter[SAMPLES];

@@ -75,9 +75,12 @@ ALWAYS_INLINE Vector load_digits(const char *from, int width) {
 
 #if defined(__AVX512IFMA__)
 
-/* IFMA multiplies 52 x 52 bits and adds the lower or the upper 52 bits of the product. So the weight is
- * split into 52 and 9 bits, and the upper half of the first product has the weight of the second one:
- * three instructions, where multiplying and adding apart take six. At most 1024 * 2^52 < 2^64 a lane. */
+/* IFMA multiplies 52 x 52 bits and adds the lower or the upper 52 bits of the product. For digits of 32 bits the
+ * weight is split into 52 and 9 bits, and the upper half of the first product has the weight of the second one:
+ * three instructions, where multiplying and adding apart take six. Digits of 16 bits leave room for 36 bits of the
+ * weight below bit 52: split into 36 and 25 bits it takes two. At most 1024 * 2^52 < 2^64 a lane. */
+enum { NARROW_BITS = 36 };
+
 ALWAYS_INLINE void add_rows(Digest *digest, const void *digits, int width, int rows) {
     for (int first = 0; first < LANES; first += SWEEP * VECTOR) {
         __m512i low[SWEEP], high[SWEEP];
@@ -87,13 +90,15 @@ ALWAYS_INLINE void add_rows(Digest *digest, const void *digits, int width, int r
         }
         const char *from = (const char *)digits + first * width;
         for (int row = digest->rows; row < digest->rows + rows; row++, from += LANES * width) {
-            __m512i w0 = vector_fill(limbs52[row][0]), w1 = vector_fill(limbs52[row][1]);
+            const uint64_t *weight = width == 4 ? limbs52[row] : limbs36[row];
+            __m512i w0 = vector_fill(weight[0]), w1 = vector_fill(weight[1]);
             prefetch_row(from, digest->ahead, width);
 #pragma GCC unroll 8
             for (int v = 0; v < SWEEP; v++) {
                 __m512i digit = load_digits(from + v * VECTOR * width, width);
                 low[v] = _mm512_madd52lo_epu64(low[v], digit, w0);
-                high[v] = _mm512_madd52hi_epu64(high[v], digit, w0);
+                if (width == 4)
+                    high[v] = _mm512_madd52hi_epu64(high[v], digit, w0);
                 high[v] = _mm512_madd52lo_epu64(high[v], digit, w1);
             }
         }
@@ -106,8 +111,8 @@ ALWAYS_INLINE void add_rows(Digest *digest, const void *digits, int width, int r
 }
 
 ALWAYS_INLINE u128 lane_total(const Digest *digest, int lane, int width) {
-    (void)width;
-    return digest->lane[0][lane] + ((u128)digest->lane[1][lane] << 52);
+    return digest->lane[0][lane] +
+           ((u128)digest->lane[1][lane] << (width == 4 ? 52 : NARROW_BITS));
 }
 
 #else

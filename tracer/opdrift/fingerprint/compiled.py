@@ -43,8 +43,11 @@ class Library:
     """(data address, components, kind): the digest alone; without the GIL."""
     raws: Callable[[Sequence[int], Sequence[int], Sequence[int]], array[int]]
     """(data addresses, components, kinds): the digests alone; without the GIL."""
-    bfloat16_raws: Callable[[Sequence[int], Sequence[int]], array[int] | None]
-    """(data addresses, components): what float32 is as bfloat16, None if NaNs are among them; without the GIL."""
+    bfloat16_raws: Callable[[Sequence[int], Sequence[int]], tuple[array[int], array[int]] | None]
+    """(data addresses, components): the digests of float32, and those as bfloat16; None if NaNs are among it.
+
+    Without the GIL.
+    """
     columns: Callable[[int, int, Any], None]
     """(rows address, rows, `columns._Places`): rows as columns; without the GIL."""
 
@@ -124,7 +127,13 @@ def _open(build: str) -> Library:
     without_gil.opdrift_raw.restype = ctypes.c_uint64
     without_gil.opdrift_raws.argtypes = [_ADDRESS, _ADDRESS, _ADDRESS, _COUNT, _ADDRESS]
     without_gil.opdrift_raws.restype = None
-    without_gil.opdrift_bfloat16_raws.argtypes = [_ADDRESS, _ADDRESS, _COUNT, _ADDRESS]
+    without_gil.opdrift_bfloat16_raws.argtypes = [
+        _ADDRESS,
+        _ADDRESS,
+        _COUNT,
+        _ADDRESS,
+        _ADDRESS,
+    ]
     without_gil.opdrift_bfloat16_raws.restype = ctypes.c_int
     without_gil.opdrift_columns.argtypes = [_ADDRESS, _COUNT, _ADDRESS]
     without_gil.opdrift_columns.restype = None
@@ -155,13 +164,16 @@ def _many(
 
 
 def _many_as_bfloat16(
-    fill: Callable[[int, int, int, int], int],
-) -> Callable[[Sequence[int], Sequence[int]], array[int] | None]:
-    def raws(addresses: Sequence[int], lengths: Sequence[int]) -> array[int] | None:
+    fill: Callable[[int, int, int, int, int], int],
+) -> Callable[[Sequence[int], Sequence[int]], tuple[array[int], array[int]] | None]:
+    def raws(
+        addresses: Sequence[int], lengths: Sequence[int]
+    ) -> tuple[array[int], array[int]] | None:
         count = len(addresses)
-        given, found = array("q", [*addresses, *lengths]), array("Q", bytes(8 * count))
-        at = _begin(given)
-        return found if fill(at, at + 8 * count, count, _begin(found)) else None
+        given, found = array("q", [*addresses, *lengths]), array("Q", bytes(16 * count))
+        at, to = _begin(given), _begin(found)
+        whole = fill(at, at + 8 * count, count, to, to + 8 * count)
+        return (found[:count], found[count:]) if whole else None
 
     return raws
 

@@ -63,8 +63,9 @@ class Engine:
     """(data address, components, kind): the digest alone"""
     raws: Callable[[Sequence[int], Sequence[int], Sequence[int]], array[int]]
     """(data addresses, components, kinds): the digests alone of many contents"""
-    bfloat16_raws: Callable[[Sequence[int], Sequence[int]], array[int] | None]
-    """(data addresses, components): what contents of float32 are as bfloat16; None if there are NaNs among them"""
+    bfloat16_raws: Callable[[Sequence[int], Sequence[int]], tuple[array[int], array[int]] | None]
+    """(data addresses, components): the digests of contents of float32, and of what they are as bfloat16; None if NaNs
+    are among them"""
     columns: Callable[[npt.NDArray[Any]], Columns]
     """Contiguous rows as the columns of the table `tensors`"""
     kinds: dict[torch.dtype, int] = field(default_factory=kinds_by_dtype)

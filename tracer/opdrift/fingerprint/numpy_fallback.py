@@ -125,16 +125,18 @@ def raws(addresses: Sequence[int], lengths: Sequence[int], kinds: Sequence[int])
     return array("Q", map(raw, addresses, lengths, kinds))
 
 
-def bfloat16_raws(addresses: Sequence[int], lengths: Sequence[int]) -> array[int] | None:
-    """What contents of float32 are as bfloat16; None if NaNs are among them, as the compiled core has it."""
-    found = array("Q")
+def bfloat16_raws(
+    addresses: Sequence[int], lengths: Sequence[int]
+) -> tuple[array[int], array[int]] | None:
+    """The digests of float32, and of what it is as bfloat16; None if NaNs are among it, as the compiled core has it."""
+    casts = array("Q")
     for address, n in zip(addresses, lengths, strict=True):
         bits = _memory(address, 4 * n).view("<u4")
         if np.any(bits & 0x7FFFFFFF > 0x7F800000):
             return None
         rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
-        found.append(_raw(rounded.astype("<u2").view(np.uint8), 2))
-    return found
+        casts.append(_raw(rounded.astype("<u2").view(np.uint8), 2))
+    return raws(addresses, lengths, [int(Code.F32)] * len(casts)), casts
 
 
 # -- digest ---------------------------------------------------------------------------------------
