@@ -262,6 +262,22 @@ def test_the_first_reader_of_what_is_still_being_filled_is_a_race():
     assert "c10d.allreduce_.default (op 1 at train.py:3 in step)" in found.cause.evidence[0]
 
 
+def test_results_that_one_line_issues_and_one_line_reads_too_early_are_one_finding():
+    """A loop over parameters does it for each of them, and in every step; another line is another finding."""
+    build = Builder()
+    for line in (3, 3, 3, 9):
+        grad = build.leaf(f"grad {line}", kind="input")
+        got = build.op("c10d.allreduce_.default", grad, flags=PENDING, source=("train.py", line, "reduce"))  # fmt: skip
+        build.op("mul", got, flags=READ_IN_FLIGHT, source=("train.py", 20, "step"))
+
+    found = findings([build.build()])
+
+    assert [(each.slug, each.evidence[2:]) for each in (f.cause for f in found)] == [
+        ("race", ("so were 2 more results that the same line issued, the last one that of op 5, by op 6",)),
+        ("race", ()),
+    ]  # fmt: skip
+
+
 def test_a_reader_of_a_result_that_is_there_is_no_race():
     assert places(reads_early(done=True)) == []
 
