@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.tracer.ranks import START, found_in, together
+from ranks import START, found_in, together
 from torch.distributed.tensor import Replicate, Shard
 
 from opdrift.diagnose.across_ranks import diagnose_world
