@@ -94,7 +94,7 @@ def moved_otherwise(e: Evidence) -> Cause | None:
     name = e.case.left.name(op.left)
     if operator(name) not in COPIES or is_collective(name) or types.left != types.right:
         return None
-    if other_code(e) is not None:
+    if other_code(e) is not None or _is_read_again(e):
         return None
     found = _suspects(e, op.left, op.right)
     gap = e.size.difference
@@ -154,7 +154,7 @@ def unseen_write(e: Evidence) -> Cause | None:
 
 def _fits(e: Evidence) -> bool:
     """Whether nothing else that is known explains the difference."""
-    op, gap, limit = e.origin.op, e.size.difference, e.size.limit
+    gap, limit = e.size.difference, e.size.limit
     if e.origin.story != "op" or e.origin.settings or e.origin.inputs_match is not True:
         return False
     if gap is None or gap.relative is None or limit is None or gap.changed_index is not None:
@@ -165,13 +165,19 @@ def _fits(e: Evidence) -> bool:
         return False  # generated kernels write unseen, and those of the runs are not the same
     if any(d.name in _OTHER_MACHINE for d in e.shared.environment) or other_calls(e):
         return False
-    for side, index in ((e.case.left, op.left), (e.case.right, op.right)):
-        assert index is not None
-        # what was read again at this op is not old
-        always = side.trace.header.options.get("integrity") == "full"
-        if always or side.trace.ops.flags[index] & REREAD or draws(side, index):
-            return False
-    return True
+    if any(index is not None and draws(side, index) for _, side, index in e.sides):
+        return False
+    return not _is_read_again(e)
+
+
+def _is_read_again(e: Evidence) -> bool:
+    """Whether a run read what the op was given again at that op: then it is not another content than was last read."""
+    for _, side, index in e.sides:
+        if side.trace.header.options.get("integrity") == "full":
+            return True
+        if index is not None and side.trace.ops.flags[index] & REREAD:
+            return True
+    return False
 
 
 def _suspects(e: Evidence, left: int, right: int) -> list[_Suspect]:
