@@ -231,13 +231,13 @@ def _with_entries(
     for leaf in rest[0]:
         entry = tables[1].by_name.get(leaf.name)
         if entry:
-            found.append(_sink(compared, kind, leaf.name, leaf.value, last[1].of(entry[0].value)))
+            found.append(_sink(compared, kind, leaf.name, leaf.value, last[1].of_name(entry)))
         else:
             open_[0].append(leaf)
     for leaf in rest[1]:
         entry = tables[0].by_name.get(leaf.name)
         if entry:
-            found.append(_sink(compared, kind, leaf.name, last[0].of(entry[0].value), leaf.value))
+            found.append(_sink(compared, kind, leaf.name, last[0].of_name(entry), leaf.value))
         else:
             open_[1].append(leaf)
     return open_
@@ -248,6 +248,16 @@ class _Last:
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
+
+    def of_name(self, rows: Sequence[Leaf]) -> int:
+        """Of the rows of one name: what the tensor held last that is in its place last, if it is one of the same kind."""
+        trace, first = self._trace, rows[0].value
+        alike = [
+            leaf.value
+            for leaf in rows
+            if leaf.when != "gather" and trace.meta(leaf.value) == trace.meta(first)
+        ]
+        return self.of(alike[-1] if alike else first)
 
     def of(self, value: int) -> int:
         versions = self._neighbours.versions(value)

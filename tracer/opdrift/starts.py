@@ -41,6 +41,7 @@ class Start:
         writers: The ops that wrote it between the two.
         source: The row of the tensor that it was gathered from or is a cast of, likewise; None where it is none.
         later: The rows of the name that follow: gathered again, put in its place.
+        settled: Whether nothing else wrote it before it was computed with, such as what is computed.
     """
 
     leaf: Leaf
@@ -48,6 +49,7 @@ class Start:
     writers: tuple[int, ...]
     source: Start | None
     later: tuple[Leaf, ...]
+    settled: bool
 
     @property
     def loads(self) -> tuple[int, ...]:
@@ -107,17 +109,21 @@ class Starts:
 
     def _loaded(self, met: Leaf, later: Sequence[Leaf]) -> Start:
         """A row as it is once it is loaded."""
-        leaf, writers, every = met, tuple[int, ...](), list[int]()
+        leaf, writers, every, settled = met, tuple[int, ...](), list[int](), True
         end = self._until(met, later)
         for state, writer in self._writes(met):
             made = self._lineage.of(self._contents.value_of_state(state)).kind
-            if writer >= end or made not in MADE_BEFORE_USE:
+            if writer >= end:
+                break
+            settled = False
+            if made not in MADE_BEFORE_USE:
                 break
             every.append(writer)
             value = self._alike(met, state)
             if value is not None:
-                leaf, writers = replace(met, value=value), tuple(every)
-        return Start(leaf, met, writers, None, tuple(r for r in later if r.value != met.value))
+                leaf, writers, settled = replace(met, value=value), tuple(every), True
+        following = tuple(row for row in later if row.value != met.value)
+        return Start(leaf, met, writers, None, following, settled)
 
     def _until(self, leaf: Leaf, later: Sequence[Leaf]) -> int:
         """The op from which on a tensor is in use: it is computed with, or was gathered or copied elsewhere."""

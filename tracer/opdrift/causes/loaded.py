@@ -51,7 +51,8 @@ def held(side: Side, leaf: Leaf) -> Held | None:
             return None
         value = part.value
     made = side.lineage.of(value)
-    return Held(_way(side, leaf.name, value, made), made, leaf)
+    settled = start is None or (start.source or start).settled
+    return Held(_way(side, leaf.name, value, made) if settled else "other", made, leaf)
 
 
 def _way(side: Side, name: str, value: int, made: Provenance) -> Way:
