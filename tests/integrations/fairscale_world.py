@@ -52,6 +52,7 @@ def accumulate(model: nn.Module) -> None:
 CORRECT = {
     "plain": Correct(),
     "flat": Correct(fairscale),
+    "buckets": Correct(fairscale, {"bucket_cap_mb": 25}),  # fairscale's own default
     "kept": Correct(fairscale, {"reshard_after_forward": False}),
     "each": Correct(fairscale, {"flatten_parameters": False}),
     "offload": Correct(fairscale, {"cpu_offload": True}),

@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
 
-SAME_AS_PLAIN = ("flat", "kept", "each", "offload", "state")
+SAME_AS_PLAIN = ("flat", "buckets", "kept", "each", "offload", "state")
 RIGHT = (*SAME_AS_PLAIN, "plain", "half", "summon", "half-summon", "accumulate", "loaded")
 WEIGHT = "layers.0.fc1.weight"
 
