@@ -128,6 +128,37 @@ def test_a_buffer_that_differs_when_it_is_first_read_is_found(
     assert found.cause.try_.startswith("Seed or load all ranks alike")
 
 
+def written_by(*ranks: int) -> Callable[[Builder], None]:
+    """A rank of a model whose buffer all load; then only some ranks write into it, each something else."""
+
+    def body(build: Builder) -> None:
+        rank = build.build().header.rank or 0
+        build.leaf("big.weight", content=vector("big", 4096))
+        pos = build.leaf("pos", kind="buffer", content=vector("made"))
+        pos = build.op("copy_", pos, content=vector("checkpoint"))
+        if rank in ranks:
+            pos = build.op("add_", pos, content=vector(f"added {rank}"))
+        with build.scope("net"):
+            build.op("exp", pos)
+
+    return body
+
+
+@pytest.mark.parametrize("ranks", [(0,), (1,)])
+def test_a_buffer_that_only_some_ranks_write_is_found_with_its_op(ranks: tuple[int, ...]):
+    (found,) = findings(world(written_by(*ranks), written_by(*ranks)))
+
+    assert (found.name, found.cause.slug, found.cause.confidence) == ("pos", "replica", "likely")
+    assert f"twice on rank {ranks[0]}" in " ".join(found.cause.evidence)
+    assert "a buffer alike" in found.cause.try_
+
+
+@pytest.mark.parametrize("ranks", [(), (0, 1)])
+def test_a_buffer_that_all_ranks_write_may_differ(ranks: tuple[int, ...]):
+    """Statistics of each rank's own samples do."""
+    assert said(world(written_by(*ranks), written_by(*ranks))) == []
+
+
 def test_what_is_broadcast_over_does_not_count():
     """Each rank draws its own weights, and takes rank 0's before anything is computed."""
 

@@ -271,7 +271,8 @@ class _Check:
         ops = Sides(self._writer(first.usual, first.left.value, first.left.step),
                     self._writer(first.odd[0], first.right.value, first.right.step))  # fmt: skip
         kind: DivergenceKind = "leaf"
-        if ops.left is not None and ops.right is not None:
+        known = sum(op is not None for op in (ops.left, ops.right))
+        if known == 2 or (known and first.lacks_writes):
             kind = "op"
         elif first.step and not first.before_training:
             kind = "hidden-write"

@@ -355,6 +355,11 @@ def _remedy(split: Split, *, loaded: bool) -> str:
             "Load the same checkpoint on all ranks, or broadcast the parameters after loading: look at the path that each rank"
             " reads at the line above."
         )
+    if split.lacks_writes and split.replica.kind == "buffer":
+        return (
+            "Let all ranks write a buffer alike, or broadcast it before it is read: look for a branch on the rank, on its data"
+            " or on what it computed around the op named above. Only DistributedDataParallel synchronises buffers."
+        )
     if split.lacks_writes:
         return (
             "Let all ranks write a parameter alike: look for an optimizer step that a rank leaves out or makes twice, behind a"

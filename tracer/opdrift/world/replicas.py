@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -194,12 +195,32 @@ class Replicas:
         if self._is_replaced(known, began):
             return None
         if replica.kind == "buffer" and _split(replica, began) is None:
-            return None  # what each rank computes of its own samples may follow
+            return self._written_alone(replica, known)
         at = self._first_used(replica, known)
         if self._is_replaced(known, at):
             return None
         found = _split(replica, at)
         return None if found is None else replace(found, before_training=True)
+
+    def _written_alone(
+        self, replica: Replica, known: Mapping[int, Sequence[State]]
+    ) -> Split | None:
+        """Where some ranks wrote a buffer and others never did, from what all of them had to their ends.
+
+        What all of them write may differ by right: statistics of each rank's own samples.
+        """
+        if len(known) < len(replica.ranks) or self._world.ended_early.intersection(known):
+            return None
+        alike = itertools.takewhile(
+            lambda states: len({state.key for state in states}) == 1,
+            zip(*known.values(), strict=False),
+        )
+        shared = sum(1 for _ in alike)
+        if {len(states) > shared for states in known.values()} != {True, False}:
+            return None
+        if any(self._kept_alike(rank, replica.name) for rank in known):
+            return None  # the next broadcast brings it back
+        return _split(replica, {rank: states[-1] for rank, states in known.items()})
 
     def _first_used(
         self, replica: Replica, known: Mapping[int, Sequence[State]]
