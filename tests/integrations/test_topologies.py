@@ -86,7 +86,14 @@ def test_a_shard_that_was_written_past_the_dispatcher_is_named_with_its_rank(fol
 @pytest.mark.parametrize("case", ["added", "added-flat"])
 def test_a_part_that_a_rank_changes_and_its_replica_does_not_is_found(folder, case):
     """Ranks 1 and 3 hold the same part, and rank 3 adds to its own after the first step."""
-    (finding,) = found_in(folder / case)
+    update, finding = found_in(folder / case)
+
+    assert (update.kind, update.name, update.op, update.rank) == (
+        "update",
+        LATER,
+        "aten.add_.Tensor",
+        3,
+    )
 
     assert (finding.kind, finding.name, finding.rank, finding.step) == ("replica", LATER, 3, 1)
     said = f"{LATER} differs between ranks 1 and 3, which hold the same part"
