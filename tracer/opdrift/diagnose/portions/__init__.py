@@ -16,7 +16,6 @@ import numpy as np
 
 from opdrift.case import Case
 from opdrift.causes.gradients import updated_at
-from opdrift.causes.optimizers import outside_modules
 from opdrift.compare import difference
 from opdrift.diagnose.portions.results import Results, put_together
 from opdrift.diagnose.portions.split import Split, split_of
@@ -97,11 +96,13 @@ def is_weight(origin: Origin) -> bool:
 
 def steps_with_other_numbers(case: Case) -> Iterator[Origin]:
     """Ops of an optimizer's step, or updates of a sharded parameter, that are called with other numbers."""
-    for row in np.flatnonzero(case.compared.settings_differ).tolist():
-        if outside_modules(case.left, int(case.pairing.left[row])):
-            origin = called_otherwise(case, row)
-            if origin is not None and updated_at(case, origin) is not None:
-                yield origin
+    ops, left = case.left.trace.ops, case.pairing.left
+    behind = left > np.argmax(ops.phase == 1)
+    outside = behind & (ops.phase[left] == 0) & (ops.call[left] == 0)
+    for row in np.flatnonzero(outside & case.compared.settings_differ).tolist():
+        origin = called_otherwise(case, row)
+        if origin is not None and updated_at(case, origin) is not None:
+            yield origin
     yield from updated_otherwise(case)
 
 
