@@ -133,11 +133,10 @@ def diagnose(
             raise _given_in_parts(case, parts)
     progress("looking for causes")
     sizes = receive(case, found.receivers)
-    judged = _judge(case, found, sizes, environment, tolerance)
-    if isinstance(portions, Settled):
-        judged = [j for j in judged if is_weight(j.origin)]
-    elif portions is not None:
-        judged = _in_portions(case, portions, judged, environment, tolerance)
+    if portions is None:
+        judged = _judge(case, found, sizes, environment, tolerance)
+    else:
+        judged = _in_portions(case, found, portions, environment, tolerance)
     finals = _finals(case, found, judged)
     divergences = tuple(
         divergence(case, j.origin, j.size, j.causes[0], final)
@@ -317,8 +316,8 @@ def _is_told_before(judged: Judged, before: Sequence[Judged]) -> bool:
 
 def _in_portions(
     case: Case,
-    portions: Portions,
-    judged: Sequence[Judged],
+    found: Found,
+    portions: Portions | Settled,
     environment: tuple[EnvironmentDifference, ...],
     tolerance: Tolerance | None,
 ) -> list[Judged]:
@@ -327,7 +326,11 @@ def _in_portions(
     Weights that differ from the start; what the parts of the batch come to; and the numbers of the optimizers, which come
     first if they may be all that differs.
     """
-    weights = [j for j in judged if is_weight(j.origin)]
+    begun = replace(found, origins=tuple(filter(is_weight, found.origins)))
+    weights = _judge(case, begun, (), environment, tolerance) if begun.origins else []
+    weights = [j for j in weights if is_weight(j.origin)]
+    if isinstance(portions, Settled):
+        return weights
     answer = Judged(portions.origin, portions.size, (portions.cause,))
     if not portions.size.material:
         return [*weights, answer]
