@@ -428,3 +428,29 @@ def test_parts_are_held_against_parts():
     one, other = trained(sharded=True), trained(sharded=True, same=False)
 
     assert opdrift.diff(one, other).verdict == "diverged"
+
+
+# ---- beside a comparison -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_a_comparison_that_calls_nothing_wrong_notes_what_one_run_shows(wrong: int):
+    """Rounding of a cast hides what a damaged weight changes."""
+    bad = {"shard": "abcdef", "whole": "abcdeX" + "ghijkl", "intact": False, "mismatch": [mismatch("layers.0.fc.weight", "abcdeX")]}  # fmt: skip
+    runs = [ranks(*([bad] if n == wrong else [{}]))[0] for n in (0, 1)]
+
+    found = opdrift.diff(*runs)
+
+    assert found.verdict == "identical"
+    (note,) = (n for n in found.notes if "alone shows 1 finding" in n)
+    assert note.startswith(f"the {('left', 'right')[wrong]} run alone")
+    assert "layers.0.fc.weight" in note
+    assert note.endswith("No result differs for it")
+
+
+def test_what_both_runs_show_alike_is_no_difference():
+    bad = {"whole": "abcdeX" + "ghijkl", "intact": False, "mismatch": [mismatch("layers.0.fc.weight", "abcdeX")]}  # fmt: skip
+
+    assert not any(
+        "alone shows" in n for n in opdrift.diff(*(ranks(bad)[0] for _ in range(2))).notes
+    )

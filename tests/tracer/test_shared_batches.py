@@ -15,7 +15,7 @@ from opdrift.records import Diagnosis
 #: Every case is recorded by one process with whole batches, and by two ranks with a half each.
 PROGRAM = dedent(START) + dedent(
     """
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.nn import functional as F
     world = int(sys.argv[3])
     data = torch.randn(3, 8, 6, generator=torch.Generator().manual_seed(1))
@@ -35,13 +35,14 @@ PROGRAM = dedent(START) + dedent(
         if world > 1 and kind == "ddp":
             root = DistributedDataParallel(model)
         if world > 1 and kind == "fsdp":
+            narrow = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if name == "narrow" else MixedPrecisionPolicy()
             for layer in (model[0], model[3]):
-                fully_shard(layer)
-            fully_shard(model)
+                fully_shard(layer, mp_policy=narrow)
+            fully_shard(model, mp_policy=narrow)
         update = optimizer(root.parameters(), lr=lr if world > 1 else 0.1)
         with opdrift.record(name, model=root):
             for x, y in zip(data[:batches], aims):
-                F.mse_loss(root(share(x, same)), share(y, same)).backward()
+                F.mse_loss(root(share(x, same)).float(), share(y, same)).backward()
                 if world > 1 and kind == "manual":
                     for p in model.parameters():
                         dist.all_reduce(p.grad)
@@ -84,6 +85,7 @@ PROGRAM = dedent(START) + dedent(
     train("fsdp-scaled", kind="fsdp", scaled=True)
     train("other-weights", seed=5)
     train("no-more", kind="fsdp", batches=1, last=False)
+    train("narrow", kind="fsdp")
     attend("noise")
     infer("infer")
     infer("infer-other", seed=5)
@@ -198,3 +200,9 @@ def test_a_recording_that_ends_with_the_step_cannot_be_compared(runs):
     """What a rank holds of a parameter is a part, until it is gathered again."""
     with pytest.raises(IncomparableTracesError, match="beginning of the next forward"):
         compared(runs, "no-more")
+
+
+def test_what_rounding_hides_is_not_called_rounding(runs):
+    """Parameters in bfloat16 do not show what a step did to them."""
+    with pytest.raises(IncomparableTracesError, match="of which rounding"):
+        compared(runs, "narrow")

@@ -67,6 +67,9 @@ def _headline(e: Evidence, leaf: Leaf) -> str:
     total, differing, _ = e.shared.model_leaves
     if not leaf.name or not total:
         return f"the weight {leaf.name or 'without a name'} differs"
+    differing = differing or len(
+        e.origin.names
+    )  # those that a cast alone sets apart are not counted, unless there are no others
     return (
         f"{differing} of {counted(total, 'tensor')} of the model "
         f"{'differs' if differing == 1 else 'differ'} before the first op"
@@ -75,7 +78,7 @@ def _headline(e: Evidence, leaf: Leaf) -> str:
 
 def _agreeing(e: Evidence, words: str) -> str:
     """How weights differ, after the headline: "they", or of a single one its two contents."""
-    if e.shared.model_leaves[1] > 1:
+    if (e.shared.model_leaves[1] or len(e.origin.names)) > 1:
         return words
     return re.sub(r"\bthem\b", "it", re.sub("^they ", "its two contents ", words))
 

@@ -89,7 +89,9 @@ def updated_by_other_ops(e: Evidence) -> Cause | None:
         summary = f"the runs update {name} with other ops"
     else:
         one, side, steps = ("left", e.case.left, only.left) if only.left else ("right", e.case.right, only.right)  # fmt: skip
-        summary = f"the {one} run's update of {name} has {_in_words(side, steps)} more"
+        words = _in_words(side, steps)
+        whole = not words.endswith(" more")
+        summary = f"{'' if whole else 'only '}the {one} run's update of {name} has {words}{' more' if whole else ''}"
     sure: Confidence = "likely" if found.alone else "possible"
     return cause("structure", sure, summary, [*more, *reductions(e)], _STEP)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from opdrift.align import Maps
 from opdrift.align.maps import check_maps
+from opdrift.diagnose.alone import with_findings
 from opdrift.diagnose.answer import diagnose, untold
 from opdrift.diagnose.by_rank import of_one_rank, of_ranks
 from opdrift.diagnose.one_process import is_alone, with_each
@@ -68,7 +69,7 @@ def diff(
         )
     a, b = _ranks(left, rank), _ranks(right, rank)
     check_maps(renames, a.values(), b.values())
-    recorded = a, b
+    recorded, paths = Sides(a, b), Sides(_path(left), _path(right))
     a, b = with_each(a, b), with_each(b, a)
     shared = sorted(a.keys() & b.keys())
     if rank is not None and shared and rank not in shared:
@@ -80,11 +81,11 @@ def diff(
         )
 
     def fellows(number: int) -> Sides[Sequence[Trace]]:
-        if len(recorded[0]) == len(recorded[1]):
+        if len(recorded.left) == len(recorded.right):
             return NO_FELLOWS
         others = (
             [t for rank, t in each.items() if rank != number] if len(each) > 1 else []
-            for each in recorded
+            for each in (recorded.left, recorded.right)
         )
         return Sides(*others)
 
@@ -109,14 +110,15 @@ def diff(
         except IncomparableTracesError as error:
             failed[number] = error
     if len(a) > 1 or len(b) > 1:
-        return with_random_parts(of_ranks(found, failed, a, b, compare=compare), a, b)
+        whole = with_random_parts(of_ranks(found, failed, a, b, compare=compare), a, b)
+        return with_findings(whole, recorded, paths)
     only = found.get(shared[0]) or failed[shared[0]]
     if rank is None and isinstance(only, IncomparableTracesError):
         raise only
     if isinstance(only, Diagnosis) and (
         rank is None or all(o.kind == "leaf" for o in only.origins)
     ):
-        return only
+        return with_findings(only, recorded, paths)
     # what this rank was handed by others is not its own
     a, b = _ranks(left, None), _ranks(right, None)
     a, b = with_each(a, b), with_each(b, a)

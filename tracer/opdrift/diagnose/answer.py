@@ -137,13 +137,17 @@ def diagnose(
         judged = _judge(case, found, sizes, environment, tolerance)
     else:
         judged = _in_portions(case, found, portions, environment, tolerance)
-    finals = _finals(case, found, judged)
+        if isinstance(portions, Settled) and portions.doubt and not _is_material(judged):
+            raise portions.doubt
+    # results of a batch and of its parts, or of one rank's, say nothing of each other
+    finals = _finals(case, found, judged) if portions is None else [None] * len(judged)
     divergences = tuple(
         divergence(case, j.origin, j.size, j.causes[0], final)
         for j, final in zip(judged, finals, strict=True)
     )
     material = next((d for d in divergences if d.material), None)
-    reach = reach_of(case, finals[0]) if divergences and material is None else None
+    compared = portions is None and bool(divergences)
+    reach = reach_of(case, finals[0]) if compared and material is None else None
     differing = None if samples is not None else differing_samples(left, right, found.sinks)
     unpaired = unpaired_of(case)
     return Diagnosis(
@@ -153,7 +157,7 @@ def diagnose(
         first=material or (divergences[0] if divergences else None),
         first_bitwise=divergences[0] if divergences else None,
         origins=divergences,
-        amplifiers=tuple(amplifier(case, r) for r in sizes if r.amplifies),
+        amplifiers=tuple(amplifier(case, r) for r in sizes if r.amplifies and portions is None),
         causes=_ranked(judged),
         environment=environment,
         unpaired=unpaired,
@@ -164,7 +168,7 @@ def diagnose(
             method=case.pairing.method,
             fallback_reason=_fallback(case, found),
         ),
-        growth=growth_of(case, _origin_sizes(judged)) if divergences else (),
+        growth=growth_of(case, _origin_sizes(judged)) if compared else (),
         final_explained=reach.explained if reach is not None else None,
         notes=(
             *_step_of(case, material or (divergences[0] if divergences else None)),
@@ -178,6 +182,10 @@ def diagnose(
         ),
         samples=differing,
     )
+
+
+def _is_material(judged: Sequence[Judged]) -> bool:
+    return any(j.size.material for j in judged)
 
 
 def _unrelated(case: Case) -> IncomparableTracesError:

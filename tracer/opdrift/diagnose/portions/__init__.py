@@ -45,9 +45,15 @@ class Portions:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """The answer where no step of a training can be compared: weights that differ, and else nothing differs."""
+    """The answer where no step of a training can be compared: weights that differ, and else nothing differs.
+
+    Attributes:
+        sentence: What was compared.
+        doubt: Why that is not enough, where no weight differs by more than rounding.
+    """
 
     sentence: str
+    doubt: IncomparableTracesError | None = None
 
 
 def portions_of(
@@ -69,7 +75,8 @@ def portions_of(
     step = first_step(case, split)
     if step is None:
         if any(map(is_weight, found.origins)):
-            return Settled(f"{given_in(split)}: weights were compared, and nothing else")
+            doubt = _nothing_of_all(case, split, None)
+            return Settled(f"{given_in(split)}: weights were compared, and nothing else", doubt)
         return _by_results(case, split, fellows)
     row, left, right = step.worst
     op: Sides[int | None] = Sides(int(case.pairing.left[row]), int(case.pairing.right[row]))
@@ -155,7 +162,7 @@ def _nothing_of_all(case: Case, split: Split, results: Results | None) -> Incomp
     )
     return IncomparableTracesError(
         f"{left} and {right}: {given_in(split)}. No op of a forward pass can be compared then, and the recordings hold no"
-        f" gradient or updated parameter that both runs read whole.{seen} Record a training step and the beginning of the next"
+        f" gradient or updated parameter that both runs read whole and of which rounding (as in bfloat16) leaves something to compare.{seen} Record a training step and the beginning of the next"
         " forward, or give the single process the part of one rank; with batch=opdrift.Batch(...) single samples can be"
         " compared (--samples)."
     )

@@ -29,6 +29,8 @@ SAME_FACTOR: Final = 1e-3
 _SMALL: Final = 1e-10
 #: An update of which rounding the parameter leaves no more is not asked for a factor.
 _LOST: Final = 0.1
+#: Where rounding explains so much of what is compared, the comparison says nothing: parameters in bfloat16 hide a step's update.
+_SAYS_NOTHING: Final = 0.5
 #: A pass through a layer and back.
 _TWICE: Final = 2
 
@@ -277,6 +279,9 @@ def _related(
     unit = max(dtype_epsilon(case.left.trace.meta(t.row[1]).dtype) / 2 for t in terms)
     limit = _limit(case, unit, len(terms))
     lost = sum(t.lost**2 * t.ssq[0] for t in terms if t.ssq[0])
+    limit_of_all = limit + math.sqrt(lost / total)
+    if limit_of_all > _SAYS_NOTHING:
+        return None
     return FirstStep(
         what=what,
         count=len(terms),
@@ -284,7 +289,7 @@ def _related(
         factor=_factor(terms),
         worst=terms[0].row,
         gap=terms[0].gap,
-        limit=limit + math.sqrt(lost / total),
+        limit=limit_of_all,
         noise=noise,
         apart=tuple(
             t.name
