@@ -80,7 +80,7 @@ def test_what_a_rank_computes_otherwise_is_told_of_it_and_the_receiver_receives_
     found = compared(runs, "computed")
 
     assert found.first is not None
-    assert (found.left.rank, found.first.op) == (0, "aten.addmm.default")
+    assert (found.left.rank, found.first.op) == (0, "aten.mul.Tensor")
     assert found.first.cause.slug == "structure"
     received = found.ranks[1].first
     assert received is not None

@@ -180,8 +180,16 @@ def gradient_changed(e: Evidence) -> Cause | None:
         f"the {name} run changes {what} by {_steps(side, ops)} before it is used, the {other} run does not",
         evidence,
         BEFORE_THE_STEP,
-        slug="inplace" if e.origin.story == "written" else "structure",
+        slug="inplace"
+        if e.origin.story == "written" and not _reads_more(side, ops)
+        else "structure",
     )
+
+
+def _reads_more(side: Side, ops: Sequence[int]) -> bool:
+    """Whether one of them reads what else was computed, as a clipping reads a norm: more than a write in place is done then."""
+    columns = side.trace.ops
+    return any(len(columns.inputs[op]) > int(columns.mutated[op]) for op in ops)
 
 
 def _cause(summary: str, evidence: list[str], remedy: str, *, slug: str = "structure") -> Cause:

@@ -47,9 +47,10 @@ def held(side: Side, leaf: Leaf) -> Held | None:
     elif leaf.when == "gather":
         # what is gathered is made of the parts of all ranks: of its own each knows how it was made
         part = side.leaves.shards.get(leaf.name)
-        if part is None:
+        if part is not None:
+            value = part.value
+        elif (side.trace.header.world_size or 1) > 1:
             return None
-        value = part.value
     made = side.lineage.of(value)
     settled = start is None or (start.source or start).settled
     return Held(_way(side, leaf.name, value, made) if settled else "other", made, leaf)

@@ -31,13 +31,18 @@ class LeafPair:
 
 
 def leaf_pairs(case: Case) -> Iterator[LeafPair]:
-    """Rows of leaves with the same name on both sides; of parameters and buffers first what the runs start from."""
+    """Rows of leaves with the same name on both sides; of parameters and buffers first what the runs start from.
+
+    A buffer that only one run replaced before its use (by a cast one) is paired with the other's as it is.
+    """
     words = case.left.contents.by_place, case.right.contents.by_place
     apart = not_followed(case)
     for name, rows in case.left.leaves.by_name.items():
         others = case.right.leaves.by_name.get(name)
         if not others or name in apart:
             continue
+        if len(rows) != len(others) and rows[-1].kind == others[-1].kind == "buffer":
+            yield LeafPair(Sides(rows[-1], others[-1]))
         starts = case.left.starts.of(name), case.right.starts.of(name)
         if starts[0] is not None and starts[1] is not None:
             left, right = _of_one_type(case, starts[0], starts[1])

@@ -20,6 +20,8 @@ _SUMS: Final = frozenset({"addmm", "addmv", "addbmm", "baddbmm", "addr", "linear
 _STEPS: Final = frozenset(
     {"mm", "mv", "bmm", "matmul", "dot", "ger", "outer", "sum", "mul", "add", "add_"}
 )
+#: Ops that hand numbers on in another type.
+_CASTING: Final = frozenset({"_to_copy", "to"})
 #: Parts of the names of ops that do a whole attention.
 _FUSED: Final = ("scaled_dot_product", "multi_head_attention", "encoder_layer_fwd")
 
@@ -58,7 +60,7 @@ def representative(
     The first that repeats an op of its own run and returns something else; else the first that makes NaN
     or infinities, if those are what differs; else the first random draw; else the first op that computes on the side that has fewer of them (there the fused attention, if it is
     one of them; beside a product with a sum in one, the last op that does them apart); else the op that reads what comes out, if it
-    makes infinities of it; else, if one side alone computes, the first op that does so with what the other
+    makes infinities of it, or if one side alone casts; else, if one side alone computes, the first op that does so with what the other
     hands on as it is, or the last of all; else the last ops, if both sides take or move elements; else the op that reads what
     comes out.
     """
@@ -97,6 +99,8 @@ def representative(
     if other and consumer == Sides(None, None):
         return _on(1 - fewer, other[0])
     if other:
+        if all(base(sides[1 - fewer][0].name(op)) in _CASTING for op in other):
+            return consumer  # what computes in the other type
         departing = _departing(case, region, 1 - fewer)
         return _on(1 - fewer, other[-1] if departing is None else departing)
     if all(ops and not side.contents.tokens.factory[ops[-1]] for side, ops in sides):
