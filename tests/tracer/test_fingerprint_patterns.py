@@ -253,7 +253,7 @@ def test_an_expanded_tensor_of_two_billion_elements_needs_no_memory_of_its_own()
     assert "freed" in (AVAILABLE[0].can_fingerprint(tensor) or "")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_kernel_agrees_on_any_bits():
     """As above, for the Triton kernel in its interpreter: 300 contents take 20 seconds."""
     pytest.importorskip("triton", reason="Triton is not installed")

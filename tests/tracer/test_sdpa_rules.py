@@ -69,7 +69,7 @@ def test_the_cpu_rules_choose_as_torch_does() -> None:
     assert min(chosen[name] for name in (FLASH, MATH, "raises")) > 2500
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_cpu_rules_choose_as_torch_does_everywhere() -> None:
     """60,000 calls from another seed."""
     assert disagreements(points(60_000, seed=1))[1] == []
@@ -161,7 +161,7 @@ def test_a_trace_says_what_ran_and_why(tmp_path: Path) -> None:
     assert min(kinds[kind] for kind in ("flash", "math")) > 200
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_trace_says_what_ran_and_why_everywhere(tmp_path: Path) -> None:
     """5,000 recorded calls, of which those that ran are told as they ran."""
     kinds = check_all(tmp_path, points(5000, seed=2))
