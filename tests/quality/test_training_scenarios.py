@@ -208,6 +208,19 @@ def test_another_factor_is_no_missing_division(tmp_path: Path):
     assert "divided" not in first.cause.summary
 
 
+def test_a_factor_that_is_nearly_one_is_told_with_its_digits(tmp_path: Path):
+    first = first_of(accumulated(scale=lambda loss: loss / 2 * 1.0003), tmp_path)
+
+    assert "are 1.0003 times as large" in first.cause.summary
+
+
+def test_a_small_difference_that_no_factor_explains_is_not_called_one(tmp_path: Path):
+    """Nothing is "1 times as large"."""
+    first = first_of(accumulated(scale=lambda loss: (loss + 1e-3 * loss**2) / 2), tmp_path)
+
+    assert "times as large" not in first.cause.summary
+
+
 def test_parts_with_another_loss_have_no_factor(tmp_path: Path):
     """What is not a multiple is not called one."""
     first = first_of(accumulated(scale=lambda loss: loss.sqrt() / 2), tmp_path)

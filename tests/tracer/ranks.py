@@ -28,6 +28,15 @@ START = """
                             timeout=timedelta(seconds=20))
 """
 
+#: A write that no op makes, into the fourth element of a float32 tensor.
+POKE = """
+    import ctypes
+
+    def poke(tensor):
+        "As a thread or a library would: with no op at all."
+        ctypes.c_float.from_address(tensor.data_ptr() + 12).value = 9.0
+"""
+
 
 def together(program: str, folder: Path, *, ranks: int = 2) -> list[CompletedProcess[str]]:
     """Run a program as so many ranks in a folder, with opdrift importable."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ranks import START, found_in, together
+from ranks import POKE, START, found_in, together
 
 import opdrift
 from opdrift.records import Diagnosis
@@ -15,12 +15,8 @@ pytestmark = pytest.mark.slow
 #: Rank 0 computes two outputs and sends them; rank 1 reads them and sends back what it makes of each.
 RUNS = (
     START
+    + POKE
     + """
-    def poke(tensor):
-        "As a thread or a library would: with no op at all."
-        import ctypes
-        ctypes.c_float.from_address(tensor.data_ptr() + 12).value = 9.0
-
     def first(fault):
         layer = nn.Linear(6, 6)
         x = torch.randn(3, 6)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ranks import START, found_in, together
+from ranks import POKE, START, found_in, together
 
 from opdrift.diagnose.across_ranks import diagnose_world
 from opdrift.findings import findings
@@ -18,13 +18,10 @@ from opdrift.tracefile.reader import Trace
 #: Each with a fault that only one side can be blamed for, beside the same without it.
 RUNS = (
     START
+    + POKE
     + """
-    import contextlib, ctypes
+    import contextlib
     from torch.utils._python_dispatch import TorchDispatchMode
-
-    def poke(tensor):
-        "As a thread or a library would: with no op at all."
-        ctypes.c_float.from_address(tensor.data_ptr() + 12).value = 9.0
 
     class Corrupt(TorchDispatchMode):
         "Entered before the recorder, it sits below it: what is handed over is not what was recorded."

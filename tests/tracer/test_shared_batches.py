@@ -29,8 +29,9 @@ PROGRAM = dedent(START) + dedent(
         return nn.Sequential(nn.Linear(6, 48), nn.GELU(), nn.LayerNorm(48), nn.Linear(48, 40))
 
     def train(name, kind="ddp", optimizer=torch.optim.SGD, lr=0.1, same=False, mean=True, scaled=False,
-              batches=2, last=True, seed=0):
+              batches=2, last=True, seed=0, frozen=False):
         model = net(seed if world > 1 else 0)
+        model[3].weight.requires_grad_(world == 1 or not frozen)
         root = model
         if world > 1 and kind == "ddp":
             root = DistributedDataParallel(model)
@@ -83,6 +84,7 @@ PROGRAM = dedent(START) + dedent(
     train("same", same=True)
     train("scaled", scaled=True)
     train("fsdp-scaled", kind="fsdp", scaled=True)
+    train("frozen", kind="fsdp", frozen=True)
     train("other-weights", seed=5)
     train("no-more", kind="fsdp", batches=1, last=False)
     train("narrow", kind="fsdp")
@@ -161,11 +163,13 @@ def test_ranks_that_are_all_given_the_same_share_have_other_gradients(runs):
     assert "by no single factor" in summary(runs, "same", "structure")
 
 
-def test_a_parameter_that_alone_is_treated_otherwise_is_named(runs):
+@pytest.mark.parametrize("name", ["scaled", "frozen"])
+def test_a_parameter_that_alone_is_treated_otherwise_is_named(runs, name: str):
     """The others agree, so the parts hold the same samples."""
-    said = summary(runs, "scaled", "structure")
+    said = summary(runs, name, "structure")
 
-    assert "agree for 5 of 6 parameters, and not for 3.weight" in said
+    assert "of the first step agree for " in said
+    assert said.endswith("parameters, and not for 3.weight")
 
 
 def test_what_a_step_does_to_a_part_alone_is_named(runs):

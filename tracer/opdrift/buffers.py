@@ -140,7 +140,8 @@ class ThreadBuffers:
         self.ids = bytearray(8 * IDS)
         self.calls = bytearray(CALL.size * CALLS)
         self.fingerprint_row = fingerprint_row
-        self._value_at = fingerprint_row.fields["value"][1] if fingerprint_row.fields else 0
+        assert fingerprint_row.fields is not None
+        self._value_at = fingerprint_row.fields["value"][1]
         self.columns = columns
         self.fingerprints = bytearray(fingerprint_row.itemsize * FINGERPRINTS)
         self.fingerprint_at = ctypes.addressof(
@@ -199,6 +200,14 @@ class ThreadBuffers:
             if digest is not None and digest.code != Code.FP8:
                 at = places.get((digest.raw, digest.n, digest.code))
             found.append(None if at is None else bytes(self.fingerprints[at : at + size]))
+        return found
+
+    def latest_value(self) -> int | None:
+        """Of which value the last fingerprint is; None if there is none since the last flush."""
+        if not self.fingerprint_count:
+            return None
+        start = (self.fingerprint_count - 1) * self.fingerprint_row.itemsize
+        found: int = _VALUE_ID.unpack_from(self.fingerprints, start + self._value_at)[0]
         return found
 
     def repeat_fingerprint(self, row: bytes, value: int) -> bool:

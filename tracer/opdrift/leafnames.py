@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Final
 from torch import Tensor
 from torch.nn import Parameter
 
-from opdrift.fingerprint.row import ROW
 from opdrift.memory import Generated
 from opdrift.storages import MAX_LAYOUTS, Leaf, StorageState, key_of, version_of
 
@@ -17,8 +16,6 @@ if TYPE_CHECKING:
     from opdrift.buffers import ThreadBuffers
     from opdrift.values import Values
 
-#: Where a fingerprint's row says of which value it is.
-_VALUE_AT: Final = ROW.fields["value"][1] if ROW.fields else 0
 #: From so many names on, those of tensors that died are forgotten.
 _MANY: Final = 65536
 
@@ -87,10 +84,7 @@ class Names:
 
     def _is_last(self, t: ThreadBuffers, tensor: Tensor, state: StorageState, value: int) -> bool:
         """Whether a parameter that an op made is what was fingerprinted last on this thread."""
-        if type(tensor) is not Parameter or state.special is not None or not t.fingerprint_count:
-            return False
-        at = (t.fingerprint_count - 1) * self._values.row_bytes + _VALUE_AT
-        return value == int.from_bytes(t.fingerprints[at : at + 8], "little")
+        return type(tensor) is Parameter and state.special is None and t.latest_value() == value
 
     def tell(
         self, t: ThreadBuffers, leaf: Leaf | None, value: int, name: str, kind: str, when: str

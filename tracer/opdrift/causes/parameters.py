@@ -64,21 +64,23 @@ def weights(e: Evidence) -> Cause | None:
 
 
 def _headline(e: Evidence, leaf: Leaf) -> str:
-    total, differing, _ = e.shared.model_leaves
+    total, differing = e.shared.model_leaves[0], _differing(e)
     if not leaf.name or not total:
         return f"the weight {leaf.name or 'without a name'} differs"
-    differing = differing or len(
-        e.origin.names
-    )  # those that a cast alone sets apart are not counted, unless there are no others
     return (
         f"{differing} of {counted(total, 'tensor')} of the model "
         f"{'differs' if differing == 1 else 'differ'} before the first op"
     )
 
 
+def _differing(e: Evidence) -> int:
+    """How many tensors of the model differ; those that a cast alone sets apart count only where there are no others."""
+    return e.shared.model_leaves[1] or len(e.origin.names)
+
+
 def _agreeing(e: Evidence, words: str) -> str:
     """How weights differ, after the headline: "they", or of a single one its two contents."""
-    if (e.shared.model_leaves[1] or len(e.origin.names)) > 1:
+    if _differing(e) > 1:
         return words
     return re.sub(r"\bthem\b", "it", re.sub("^they ", "its two contents ", words))
 
@@ -299,7 +301,7 @@ def buffer_state(e: Evidence) -> Cause | None:
         return None
     names = e.origin.names
     sizes = _sizes(e, _members(e))
-    total, differing, _ = e.shared.model_leaves
+    total, differing = e.shared.model_leaves[0], _differing(e)
     what = (
         "buffers differ before the first op that reads them"
         if len(names) > 1

@@ -23,7 +23,8 @@ from opdrift.origins.updates import before_of, contents_of, gathered_origin, gat
 from opdrift.sizes import measure
 from opdrift.tracefile.fingerprints import Fingerprint
 
-#: One factor explains what is so near to it, each of it: rounding leaves 1e-6 in float32, 1e-2 in bfloat16.
+#: One factor explains what is so near to it, each of it: rounding leaves 1e-6 in float32, 1e-2 in bfloat16. Of one that is
+#: nearly 1 it has to explain nine tenths of the difference.
 SAME_FACTOR: Final = 1e-3
 #: Less than this part of all together, squared, is what rounding leaves of a zero.
 _SMALL: Final = 1e-10
@@ -248,12 +249,15 @@ def _update(case: Case, slot: int, row: Row, name: str) -> _Term | None:
     start, ends = _vector(then), (_vector(now.left), _vector(now.right))
     if start is None or ends[0] is None or ends[1] is None:
         return None
+    if not start.shape == ends[0].shape == ends[1].shape:
+        return None  # sketches of other types
     left, right = ends[0] - start, ends[1] - start
     ssq = float(left @ left), float(right @ right)
     size = math.sqrt(float((left - right) @ (left - right)))
     # the parameter is rounded to its type after the step
-    unit = dtype_epsilon(case.left.trace.meta(row[1]).dtype) / 2
-    lost = _TWICE * unit * math.sqrt(now.left.ssq / ssq[0]) if ssq[0] else math.inf
+    dtypes = case.left.trace.meta(row[1]).dtype, case.right.trace.meta(row[2]).dtype
+    unit = max(map(dtype_epsilon, dtypes)) / 2
+    lost = _TWICE * unit * math.sqrt(now.left.ssq / ssq[0]) if ssq[0] else 0.0
     return _Term(name, row, gap, size, ssq, (left, right), lost)
 
 
@@ -315,12 +319,13 @@ def _factor(terms: Sequence[_Term]) -> float | None:
         return None
     factor = float(dots[0] / dots[1])
     total = sum(term.ssq[0] for term in terms)
+    nearest = min(SAME_FACTOR, abs(factor - 1) / 10)
     for term in terms:
         left, right = term.ssq
-        if left < total * _SMALL or term.lost > _LOST:
+        if max(left, right) < total * _SMALL or term.lost > _LOST:
             continue
-        near = SAME_FACTOR + _TWICE * term.lost
-        if not math.isclose(math.sqrt(right / left), factor, rel_tol=near):
+        near = nearest + _TWICE * term.lost
+        if not left or not math.isclose(math.sqrt(right / left), factor, rel_tol=near):
             return None
         if term.sketches is not None:
             a, b = term.sketches

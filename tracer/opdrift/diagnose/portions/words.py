@@ -185,7 +185,7 @@ def _scaled(split: Split, step: FirstStep, words: _Words, evidence: list[str]) -
     """One factor explains all: what was divided in one run only."""
     assert step.factor is not None
     relation = step.factor if words.few == "left" else 1 / step.factor
-    times = f"{relation:.4g}"
+    times = f"{relation:.6g}"
     over_ranks = _ratio(split.ranks, words)
     in_calls = _ratio(split.calls, words)
     advice = (
