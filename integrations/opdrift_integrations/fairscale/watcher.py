@@ -200,10 +200,12 @@ class Watcher:
                 # parameters that were summoned in full precision lie elsewhere, and are freed by themselves
                 if whole is None or storage_id(whole) != state.into[index]:
                     continue
+                if not is_readable(whole):
+                    continue  # given back already
                 buffer = state.buffers[index]
                 with self._recorder.quiet():
                     memory = _memory(buffer, parameter, whole)
-                exchanged = rebound(buffer.buffer, parameter, whole) if is_readable(whole) else []
+                exchanged = rebound(buffer.buffer, parameter, whole)
                 self._follower.released(buffer, memory, _phase(unit), exchanged)
         yield
 
@@ -332,18 +334,18 @@ class Watcher:
         content = parameter.data
         if not is_readable(content):
             return
-        state.into[index] = storage_id(content)
-        if storage_id(content) == storage_id(parameter._fp32_shard):
+        into = state.into[index] = storage_id(content)
+        if into == storage_id(parameter._fp32_shard):
             # one rank, nothing cast or moved: the parameters are the master itself
             if state.path is not None and (fresh or not state.named):
                 with self._recorder.quiet():
                     memory = _memory(buffer, parameter, content)
                     self._follower.name_parameters(buffer, memory)
             return
-        self._storages[storage_id(content)] = (state.path, buffer.buffer.name)
+        self._storages[into] = (state.path, buffer.buffer.name)
         with self._recorder.quiet():
             # the padding lies behind the view that fairscale trimmed
-            full = content.reshape(-1).as_strided((buffer.buffer.size,), (1,), 0)
+            full = content.as_strided((buffer.buffer.size,), (1,), 0)
             memory = _memory(buffer, parameter, full)
         told = self._follower.gathered if fresh else self._follower.used
         told(buffer, memory, _phase(unit), _ranks(unit))
@@ -360,10 +362,16 @@ def _memory(buffer: Unit, parameter: Any, whole: Any) -> Memory:
     """A parameter of fairscale as its shard, and what is gathered from it."""
     return FlatMemory(
         buffer.cut,
-        parameter._fp32_shard.detach().reshape(-1),
-        whole.detach().reshape(-1),
+        _flat(parameter._fp32_shard),
+        _flat(whole),
         (None,) * len(buffer.buffer.parts),
     )
+
+
+def _flat(tensor: Any) -> Any:
+    """All elements of a tensor in one dim, without its graph."""
+    tensor = tensor.detach()
+    return tensor if tensor.dim() == 1 else tensor.reshape(-1)
 
 
 def _phase(unit: Any) -> str:
