@@ -36,11 +36,12 @@ def findings(traces: Iterable[Trace]) -> tuple[Finding, ...]:
     ranks = list(traces)
     world = World(ranks)
     mixed = of_another_run(ranks)
+    alone = told_by_ranks(each for trace in ranks for each in _of_one(trace))
     if mixed is not None:  # nothing between them means anything
-        return _sorted([another_run(*mixed), *_of_each(ranks)])
-    found = without_handed(world, _of_each(ranks))
+        return _sorted([another_run(*mixed), *alone])
     gathered = list(gather_findings(ranks))
-    found += [*gathered, *world_findings(world, gathered)]
+    found = [*without_handed(world, alone), *told_by_ranks(gathered)]
+    found += world_findings(world, gathered)
     if any(each.kind == "checkpoint" for each in found):
         found = _with_random_parts(found, random_parts(ranks))
     return _sorted(found)
@@ -60,14 +61,13 @@ def _with_random_parts(found: list[Finding], said: str | None) -> list[Finding]:
     ]
 
 
-def _of_each(traces: Sequence[Trace]) -> list[Finding]:
-    """What each trace shows by itself; what several ranks show alike once, of the first of them."""
+def told_by_ranks(found: Iterable[Finding]) -> list[Finding]:
+    """What several ranks show alike once, of the first of them."""
     alike: dict[Finding, list[int]] = {}
-    for trace in traces:
-        for each in _of_one(trace):
-            ranks = alike.setdefault(replace(each, rank=None), [])
-            if each.rank is not None and each.rank not in ranks:
-                ranks.append(each.rank)
+    for each in found:
+        ranks = alike.setdefault(replace(each, rank=None), [])
+        if each.rank is not None and each.rank not in ranks:
+            ranks.append(each.rank)
     return [_told_of(each, ranks) for each, ranks in alike.items()]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from opdrift.findings import told_by_ranks
 from opdrift.gathers import gather_findings
 from opdrift.moves import moves
 from opdrift.records import Diagnosis, Finding, Sides
@@ -44,4 +45,4 @@ def with_findings(
 def _wrong(traces: Iterable[Trace]) -> list[Finding]:
     ranks = list(traces)
     moved = [each for trace in ranks for each in moves(trace, Steps(trace).known_at)]
-    return [*gather_findings(ranks), *moved]
+    return told_by_ranks([*gather_findings(ranks), *moved])

@@ -481,14 +481,18 @@ def earlier(diagnosis: Diagnosis) -> str | None:
         return None
     seq = harmless.seq.left if harmless.seq.left is not None else harmless.seq.right
     where = f"op {count(seq)}, " if seq is not None else ""
-    by = (
-        f" by {size(harmless.relative_difference)}"
-        if harmless.relative_difference is not None
-        else ""
-    )
-    kind = "" if harmless.material else ", which rounding explains"
     what = name(harmless.name if harmless.name is not None else harmless.op or "an op")
-    return f"{where}{what} in {scope(harmless.module)}, already differs{by}{kind}"
+    return f"{where}{what} in {scope(harmless.module)}, already differs{_by(harmless)}"
+
+
+def _by(harmless: Divergence) -> str:
+    """How far a difference goes that the card does not show, to be said behind it."""
+    tensors, by = harmless.tensors, ""
+    if harmless.relative_difference:
+        by = f" by {size(harmless.relative_difference)}"
+    elif harmless.relative_difference is not None and tensors.left != tensors.right:
+        return f", as {tensors.left} against {tensors.right} with the same numbers"
+    return by if harmless.material else f"{by}, which rounding explains"
 
 
 def _spot(divergence: Divergence) -> tuple[object, ...]:
