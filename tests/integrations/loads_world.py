@@ -52,6 +52,10 @@ def fsdp2(model: nn.Module, precision: MixedPrecisionPolicy | None = None) -> nn
     return model
 
 
+def unsynchronised(model: nn.Module) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+
+
 def bfloat16(model: nn.Module) -> nn.Module:
     return fsdp2(model, MixedPrecisionPolicy(param_dtype=torch.bfloat16))
 
@@ -112,6 +116,19 @@ def run_apart(
         train(wrap(model))
 
 
+def run_statistics(wrap: Callable[[nn.Module], nn.Module], trace: Path, *, own: bool) -> None:
+    """A model with running statistics, built while it is recorded; `own`: with a content of this rank's own."""
+    torch.manual_seed(0)
+    with opdrift.record(trace):
+        model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+        if own:
+            model[1].running_mean.add_(0.25)
+        wrapped = wrap(model)
+        for _ in range(2):
+            samples = torch.randn(5, 4)  # each rank goes on with the same generator
+            wrapped(samples * (1 + dist.get_rank())).square().mean().backward()
+
+
 def main(rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     for name, wrap in WRAPS.items():
@@ -121,6 +138,9 @@ def main(rank: int, folder: Path) -> None:
     for name in ("ddp", "fsdp1", "fsdp2"):
         run_apart(WRAPS[name], folder / f"{name}-one", {} if rank else CHECKPOINT)
         run_apart(WRAPS[name], folder / f"{name}-older", older if rank else CHECKPOINT)
+    for name, wrap in (("ddp", unsynchronised), ("fsdp1", fsdp1), ("fsdp2", fsdp2)):
+        run_statistics(wrap, folder / f"{name}-statistics", own=False)
+        run_statistics(wrap, folder / f"{name}-own-statistics", own=rank == 1)
     with opdrift.record(folder / "ddp-broadcast"):
         model = build()
         if not rank:

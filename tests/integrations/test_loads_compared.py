@@ -124,3 +124,17 @@ def test_ranks_that_cut_their_parts_from_other_wholes_are_found_in_one_run(
 )
 def test_ranks_that_load_alike_or_are_handed_it_have_no_finding(folder: Path, run: str):
     assert not findings_of(folder / run)
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp1", "fsdp2"])
+def test_statistics_that_one_rank_starts_with_are_found_where_the_model_is_built_in_the_recording(
+    folder: Path, wrap: str
+):
+    """And those that come apart since each rank has samples of its own are none."""
+    (found,) = findings_of(folder / f"{wrap}-own-statistics")
+
+    assert (found.cause.slug, found.name) == ("replica", "1.running_mean")
+    assert found.cause.summary.endswith(
+        "differs between ranks 0 and 1, when a module first read it"
+    )
+    assert not findings_of(folder / f"{wrap}-statistics")

@@ -128,7 +128,7 @@ def test_a_buffer_that_differs_when_it_is_first_read_is_found(
     assert found.cause.try_.startswith("Seed or load all ranks alike")
 
 
-def written_by(*ranks: int) -> Callable[[Builder], None]:
+def written_by(*ranks: int, after_a_call: bool = False) -> Callable[[Builder], None]:
     """A rank of a model whose buffer all load; then only some ranks write into it, each something else."""
 
     def body(build: Builder) -> None:
@@ -136,6 +136,9 @@ def written_by(*ranks: int) -> Callable[[Builder], None]:
         build.leaf("big.weight", content=vector("big", 4096))
         pos = build.leaf("pos", kind="buffer", content=vector("made"))
         pos = build.op("copy_", pos, content=vector("checkpoint"))
+        if after_a_call:
+            with build.scope("net"):
+                build.op("exp", pos)
         if rank in ranks:
             pos = build.op("add_", pos, content=vector(f"added {rank}"))
         with build.scope("net"):
@@ -144,9 +147,14 @@ def written_by(*ranks: int) -> Callable[[Builder], None]:
     return body
 
 
+@pytest.mark.parametrize("after_a_call", [False, True])
 @pytest.mark.parametrize("ranks", [(0,), (1,)])
-def test_a_buffer_that_only_some_ranks_write_is_found_with_its_op(ranks: tuple[int, ...]):
-    (found,) = findings(world(written_by(*ranks), written_by(*ranks)))
+def test_a_buffer_that_only_some_ranks_write_is_found_with_its_op(
+    ranks: tuple[int, ...], after_a_call: bool
+):
+    body = written_by(*ranks, after_a_call=after_a_call)
+
+    (found,) = findings(world(body, body))
 
     assert (found.name, found.cause.slug, found.cause.confidence) == ("pos", "replica", "likely")
     assert f"twice on rank {ranks[0]}" in " ".join(found.cause.evidence)
@@ -154,9 +162,51 @@ def test_a_buffer_that_only_some_ranks_write_is_found_with_its_op(ranks: tuple[i
 
 
 @pytest.mark.parametrize("ranks", [(), (0, 1)])
-def test_a_buffer_that_all_ranks_write_may_differ(ranks: tuple[int, ...]):
+def test_a_buffer_that_all_ranks_write_once_it_was_read_may_differ(ranks: tuple[int, ...]):
     """Statistics of each rank's own samples do."""
-    assert said(world(written_by(*ranks), written_by(*ranks))) == []
+    body = written_by(*ranks, after_a_call=True)
+
+    assert said(world(body, body)) == []
+
+
+def test_a_buffer_that_ranks_write_otherwise_before_it_is_read_is_found():
+    """They start from other contents, however many writes those took."""
+    body = written_by(0, 1)
+
+    (found,) = findings(world(body, body))
+
+    assert found.cause.summary == "pos differs between ranks 0 and 1, when a module first read it"
+
+
+def running_statistics(own: bool) -> Callable[[Builder], None]:
+    """A rank whose model is built in the recording, and whose module writes a buffer where it first reads it.
+
+    `own`: rank 1 wrote into it before, what the others did not.
+    """
+
+    def body(build: Builder) -> None:
+        rank = build.build().header.rank or 0
+        build.leaf("big.weight", content=vector("big", 4096))
+        mean = build.op("zeros", content=vector("zero"))
+        if own and rank:
+            mean = build.op("add_", mean, content=vector("another"))
+        build.name(mean, "norm.mean", kind="buffer")
+        with build.scope("norm"):
+            build.op("lerp_", mean, content=vector(f"samples of {rank}, {own}"))
+
+    return body
+
+
+def test_a_buffer_of_a_model_built_in_the_recording_is_compared_as_modules_first_read_it():
+    """All ranks wrote zeros into it once: what counts is what they had when training began."""
+    body = running_statistics(own=True)
+
+    (found,) = findings(world(body, body))
+
+    assert found.cause.summary == (
+        "norm.mean differs between ranks 0 and 1, when a module first read it"
+    )
+    assert said(world(running_statistics(own=False), running_statistics(own=False))) == []
 
 
 def test_what_is_broadcast_over_does_not_count():

@@ -345,6 +345,11 @@ def _copied_from_outside(world: World, replicas: Replicas, split: Split) -> dict
 
 
 def _remedy(split: Split, *, loaded: bool) -> str:
+    if split.before_training and split.lacks_writes and split.replica.kind == "buffer":
+        return (
+            "Seed or load all ranks alike, and write a buffer alike on all of them, or broadcast it before it is read: look for a"
+            " branch on the rank around the op named above. Only DistributedDataParallel synchronises buffers."
+        )
     if not split.step or (split.before_training and not loaded):
         return (
             "Seed or load all ranks alike, or broadcast the parameters before training (DistributedDataParallel does, unless"

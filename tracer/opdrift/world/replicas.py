@@ -194,18 +194,22 @@ class Replicas:
         began = {rank: states[0] for rank, states in known.items()}
         if self._is_replaced(known, began):
             return None
-        if replica.kind == "buffer" and _split(replica, began) is None:
-            return self._written_alone(replica, known)
         at = self._first_used(replica, known)
         if self._is_replaced(known, at):
             return None
         found = _split(replica, at)
-        return None if found is None else replace(found, before_training=True)
+        if found is not None:
+            return replace(found, before_training=True)
+        if replica.kind != "buffer":
+            return None
+        return self._written_alone(
+            replica, {r: s[at[r].step :] if r in at else s for r, s in known.items()}
+        )
 
     def _written_alone(
         self, replica: Replica, known: Mapping[int, Sequence[State]]
     ) -> Split | None:
-        """Where some ranks wrote a buffer and others never did, from what all of them had to their ends.
+        """Where some ranks wrote a buffer and others never did, from what modules first read of it to their ends.
 
         What all of them write may differ by right: statistics of each rank's own samples.
         """
