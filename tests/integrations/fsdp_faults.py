@@ -29,6 +29,8 @@ class Run:
         gathered: What it does to that fc2 itself, whose parameters are gathered then.
         between: What it does to the model after the first step.
         gradients: What it does to the gradients of the second step.
+        keeps: The gradients are never zeroed, on both ranks.
+        skips: Rank 1 leaves out the second step of the optimizer.
         optimizer: "SGD" or "AdamW".
         settings: Of the optimizer; both ranks have them.
         options: Of the wrapper.
@@ -40,6 +42,8 @@ class Run:
     gathered: Callable[[nn.Module], None] | None = None
     between: Callable[[nn.Module], None] | None = None
     gradients: Callable[[nn.Module], None] | None = None
+    keeps: bool = False
+    skips: bool = False
     optimizer: str = "SGD"
     settings: dict[str, float] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
@@ -112,6 +116,10 @@ RUNS = {
     "plain-slow": Run(settings={"lr": 1e-6}),
     "fsdp2-adam-decay": Run(fsdp2, optimizer="AdamW", settings={"weight_decay": 0.1}),
     "fsdp2-gradients": Run(fsdp2, gradients=double),
+    "fsdp1-kept": Run(fsdp1, keeps=True, optimizer="AdamW"),
+    "fsdp2-kept": Run(fsdp2, keeps=True, optimizer="AdamW"),
+    "fsdp1-skipped": Run(fsdp1, skips=True, optimizer="AdamW"),
+    "fsdp2-skipped": Run(fsdp2, skips=True, optimizer="AdamW"),
 }
 
 
@@ -136,11 +144,13 @@ def run(case: Run, rank: int, trace: str) -> None:
     with opdrift.record(trace, model=model, **case.record) as recorder:
         for steps in range(3):  # `act` reads it
             recorder.mark("step", step=steps)
-            optimizer.zero_grad()
+            if not case.keeps:
+                optimizer.zero_grad()
             model(TOKENS).float().square().mean().backward()
             if case.gradients is not None and rank == 1 and steps == 1:
                 case.gradients(model)
-            optimizer.step()
+            if not (case.skips and rank == 1 and steps == 1):
+                optimizer.step()
             if case.between is not None and rank == 1 and steps == 0:
                 case.between(model)
         with torch.no_grad():

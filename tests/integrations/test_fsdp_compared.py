@@ -212,6 +212,19 @@ def test_another_weight_decay_of_the_sharded_run_is_named(folder):
     assert found.causes[0].summary.endswith("other: 0.9999 against 0.999")
 
 
+@pytest.mark.parametrize("wrapped", ["fsdp1", "fsdp2"])
+@pytest.mark.parametrize("good", ["plain", "sharded"])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_gradients_that_are_never_zeroed_are_told(folder, wrapped, good, swapped):
+    runs = folder / f"{'plain' if good == 'plain' else wrapped}-adam", folder / f"{wrapped}-kept"
+    found = opdrift.diff(*(runs[::-1] if swapped else runs))
+
+    assert (found.verdict, first(found)[2]) == ("diverged", "structure")
+    assert found.causes[0].summary.startswith(
+        f"in the {'left' if swapped else 'right'} run, a backward pass adds to the gradient"
+    )
+
+
 def test_gradients_that_are_reduced_in_another_type_are_the_rounding_of_that_type(folder):
     found = opdrift.diff(folder / "plain", folder / "fsdp2-reduced")
 

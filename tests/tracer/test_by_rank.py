@@ -447,6 +447,19 @@ def test_where_no_rank_has_the_data_of_the_one_process_that_is_the_difference():
     assert (found.verdict, found.first.cause.slug) == ("diverged", "input")
 
 
+def test_ranks_that_all_differ_from_the_one_process_on_the_right_are_told():
+    """The right run has no rank 1 of its own, whose collectives could have handed it anything."""
+    ranks = {rank: share("x", rank=rank, wrong=True) for rank in (0, 1)}
+    found = compared(ranks, dict(with_each({0: share("x")}, ranks)))
+
+    assert found.first is not None
+    assert (found.verdict, found.first.op, set(found.ranks)) == (
+        "diverged",
+        "aten.mm.default",
+        {0, 1},
+    )
+
+
 def test_what_one_rank_does_otherwise_than_the_one_process_is_found():
     found = with_one_process("x", share("x", rank=0), share("x", rank=1, wrong=True))
 

@@ -141,3 +141,88 @@ def test_rounding_explains_a_part_of_the_update_and_not_of_the_weight(added, ver
     )
 
     assert found.verdict == verdict
+
+
+# ---- more than one step ------------------------------------------------------------------------------------
+
+
+def trained_twice(
+    *, sharded: bool, kept: bool = False, rates: tuple[float, float] = (0.01, 0.02)
+) -> Trace:
+    """Two steps of SGD, each with a rate of its own, as Adam's numbers are; the third use shows what came of the second.
+
+    Args:
+        sharded: In two parts, of which this rank holds the first.
+        kept: The second backward pass adds to the gradient of the first.
+        rates: Of both steps.
+    """
+    build = Builder(rank=0) if sharded else Builder()
+    x = build.leaf("x", kind="input", shape=(16,))
+    size = 8 if sharded else 16
+    weight, gradient = WHOLE, None
+    if sharded:
+        build.mark(
+            "gather", library="torch_fsdp", unit="a", buffer="a", layout="each", ranks=[0, 1], rank=0,
+            parameters=[["a.weight", 0, [16]]],
+        )  # fmt: skip
+        held = build.leaf("a.weight", kind="shard", when="gather", content=weight[:8])
+    else:
+        held = build.leaf("a.weight", content=weight)
+
+    def used(held: int) -> int:
+        if not sharded:
+            return held
+        whole = collective(build, "all_gather", held, result=weight)
+        build.name(whole, "a.weight", when="gather")
+        return whole
+
+    for step, rate in enumerate(rates):
+        with build.scope("a"):
+            y = build.op("mul", x, used(held))
+        made = build.op("neg", y, phase="backward", content=GRADIENT)
+        if sharded:
+            made = collective(build, "reduce_scatter", made, result=GRADIENT[:8], reduction="SUM")
+        total = GRADIENT * (2 if kept and step else 1)
+        if gradient is not None and kept:
+            gradient = build.op("add_", gradient, made, phase="backward", content=total[:size])
+        else:
+            gradient = made
+        weight = (weight - np.float32(rate) * total).astype(np.float32)
+        held = build.op("add_", held, gradient, settings={"alpha": -rate}, content=weight[:size])
+    with build.scope("a"):
+        build.output(build.op("mul", y, used(held)))
+    return build.build()
+
+
+def test_steps_that_both_runs_did_alike_are_no_part_of_what_one_does_otherwise():
+    """A part is followed back to the start of the run, a whole one to its last use; the numbers of the first step are no fault."""
+    found = diagnose(trained_twice(sharded=False), trained_twice(sharded=True, rates=(0.01, 0.03)))
+
+    assert first(found)[1:] == (
+        "op-args",
+        "aten.add_.default in an optimizer step of a.weight was called with other arguments: alpha: -0.02 against -0.03",
+    )
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_gradients_that_one_run_does_not_zero_are_told_of_a_sharded_parameter(swapped):
+    runs = trained_twice(sharded=False), trained_twice(sharded=True, kept=True)
+    found = diagnose(*(runs[::-1] if swapped else runs))
+    one, other = ("left", "right") if swapped else ("right", "left")
+
+    assert found.first is not None
+    assert found.first.cause.confidence == "certain"
+    assert first(found) == (
+        "a.weight",
+        "structure",
+        f"in the {one} run, a backward pass adds to the gradient of a.weight what an earlier one left there; in the {other}"
+        " run it starts from nothing",
+    )
+
+
+def test_a_gradient_that_both_runs_keep_is_no_difference():
+    found = diagnose(
+        trained_twice(sharded=False, kept=True), trained_twice(sharded=True, kept=True)
+    )
+
+    assert found.verdict == "identical"

@@ -23,6 +23,8 @@ _WALK: Final = 4096
 #: They lay gradients into the buffer of a collective, or take them out of it.
 _PACKING: Final = frozenset({"chunk_cat", "split_with_sizes_copy", "_foreach_copy"})
 _BACKWARD: Final = 1
+#: By which what a backward pass makes is added to what is there.
+ADDING: Final = frozenset({"add", "add_"})
 
 Role = Literal["parameter", "gradient", "state"]
 
@@ -62,6 +64,41 @@ class Gradients:
             return None
         is_gradient = any(self._is_gradient(v) for v in start)
         return Updated(found, "gradient" if is_gradient else "state")
+
+    def added_to_earlier(self, op: int) -> Updated | None:
+        """The parameters to whose gradients an op adds what a later pass made than the one that left them; None if it does not.
+
+        What one pass adds up, it made itself: no forward pass lies between.
+        """
+        inputs = self._trace.ops.inputs[op].tolist()
+        if operator(self._name(op)) not in ADDING or not len(inputs) > 1:
+            return None
+        there, added = map(self._writer, inputs[:2])
+        if not 0 <= there < int(self._forward_before[op]) < added:
+            return None
+        found = self.of(inputs[:1])
+        return found if found is not None and found.role == "gradient" else None
+
+    def _writer(self, value: int) -> int:
+        """The op that wrote what a value holds: gradients of several parameters lie in one storage, written one by one."""
+        states = self._contents.states
+        state = int(states.of[value])
+        while (writer := int(states.writer[state])) >= 0:
+            outputs = self._trace.ops.outputs[writer].tolist()
+            written = [v for v in outputs if int(states.of[v]) == state]
+            earlier = int(states.before[state])
+            if earlier < 0 or not written or any(self._overlap(v, value) for v in written):
+                break
+            state = earlier
+        return writer
+
+    @cached_property
+    def _forward_before(self) -> Ints:
+        """The last op of a forward pass before each op; -1 before the first."""
+        ops = self._trace.ops
+        is_forward = (ops.call != 0) & (ops.phase != _BACKWARD)
+        found: Ints = np.maximum.accumulate(np.where(is_forward, np.arange(len(ops)), -1))
+        return found
 
     def _ends(self, start: int) -> Iterator[str]:
         """Names of the parameters that a value goes into, by ops outside of modules and forward passes."""
@@ -172,7 +209,10 @@ class Gradients:
     def _held(self, value: int) -> list[str]:
         """Names of the parameters that a value is, or a part of which it is, whatever they held when they were named."""
         rows = self._by_storage.get(int(self._trace.values.storage[value]), ())
-        return [row.name for row in rows if self._overlap(row.value, value)]
+        rows = [row for row in rows if self._overlap(row.value, value)]
+        # the parts of several lie in one tensor, which has a name of its own
+        parts = [row.name for row in rows if row.kind == "shard"]
+        return parts or [row.name for row in rows]
 
     @cached_property
     def _by_storage(self) -> dict[int, list[Leaf]]:

@@ -107,6 +107,7 @@ CAUSES: Final[dict[str, Callable[[Evidence], Cause | None]]] = {
     "weights-kept": structure.stale_copy,
     "op-args-gathered": sharded.updated_with_other_numbers,
     "dtype-gathered": sharded.gradient_in_another_type,
+    "structure-accumulated": gradients.accumulated_otherwise,
     "structure-updated": sharded.updated_by_other_ops,
     "structure-gathered": sharded.gathered_otherwise,
     "structure": structure.structure,

@@ -10,18 +10,16 @@ from opdrift.causes.evidence import SIDES, Evidence, cause, setting, some
 from opdrift.causes.optimizers import in_words
 from opdrift.causes.sharded import reductions
 from opdrift.flow import is_collective
-from opdrift.gradients import Updated
+from opdrift.gradients import ADDING, Updated
 from opdrift.origins.kinds import computes
 from opdrift.origins.model import Origin
-from opdrift.origins.updates import step_of
-from opdrift.records import Cause
+from opdrift.origins.updates import since_equal, step_of
+from opdrift.records import Cause, Confidence
 from opdrift.sizes import narrowed_to
 from opdrift.tokens import base
 
 #: What is asked of a collective beside its tensors.
 _ASKED: Final = frozenset({"reduce_op", "factor", "ranks", "root"})
-#: By which a backward pass adds to what an earlier one left.
-_ADDING: Final = frozenset({"add", "add_"})
 _REDUCE_ALIKE: Final = (
     "Reduce by one operation, over the same ranks, in both runs: look at op= and group= at these lines, at communication"
     " hooks, at set_gradient_divide_factor and set_force_sum_reduction_for_comms of FSDP2, and at what divides by the number"
@@ -168,14 +166,9 @@ def gradient_changed(e: Evidence) -> Cause | None:
             "Reduce the gradients of all parameters in every step, on all ranks: look for no_sync(),"
             " set_requires_gradient_sync(False), parameters that a loop leaves out, and a branch on the rank.",
         )
-    if all(base(side.name(op)) in _ADDING and side.trace.ops.phase[op] for op in ops):
-        evidence.append("a backward pass adds to a gradient that is there already")
-        return _cause(
-            f"in the {name} run, a backward pass adds to {what} what an earlier one left there; in the {other} run it"
-            " starts from nothing",
-            evidence,
-            _NOT_ZERO,
-        )
+    if all(_adds_to_earlier(side, op) for op in ops):
+        what = told(Updated(_all_names(e, n) or updated.names, "gradient"))
+        return _accumulated(name, other, what, evidence)
     return _cause(
         f"the {name} run changes {what} by {_steps(side, ops)} before it is used, the {other} run does not",
         evidence,
@@ -183,6 +176,64 @@ def gradient_changed(e: Evidence) -> Cause | None:
         slug="inplace"
         if e.origin.story == "written" and not _reads_more(side, ops)
         else "structure",
+    )
+
+
+def accumulated_otherwise(e: Evidence) -> Cause | None:
+    """The gradient of a sharded parameter has more in it in one run: what an earlier backward pass left there."""
+    if e.origin.story != "gathered":
+        return None
+    behind = since_equal(e.case, e.origin)
+    adding = [
+        {op: it for op in ops if (it := side.gradients.added_to_earlier(op)) is not None}
+        for (_, side, _), ops in zip(e.sides, (behind.left, behind.right), strict=True)
+    ]
+    sides = [n for n in (0, 1) if adding[n]]
+    if len(sides) != 1:
+        return None
+    n = sides[0]
+    name, side, _ = e.sides[n]
+    names = dict.fromkeys(name for updated in adding[n].values() for name in updated.names)
+    # another rank may hold all of the parameter, and do to its part what this one does to what lies beside it
+    own = e.origin.names[0] in names
+    what = told(Updated((e.origin.names[0],) if own else tuple(names), "gradient"))
+    ops = list(adding[n])
+    evidence = [
+        f"{name} only: {_steps(side, ops)}, first {side.place(ops[0])}",
+        *_read_by(e),
+        *reductions(e),
+    ]
+    return _accumulated(name, e.sides[1 - n][0], what, evidence, sure="certain" if own else "likely")  # fmt: skip
+
+
+def _all_names(e: Evidence, n: int) -> tuple[str, ...]:
+    """The parameters whose gradients a run writes here: one op may stand for those of a whole bucket."""
+    side = e.sides[n][1]
+    found: dict[str, None] = {}
+    for origin in (e.origin, *e.origin.also):
+        for op in (origin.region.left, origin.region.right)[n]:
+            updated = side.gradients.of(side.trace.ops.outputs[op].tolist())
+            found.update(dict.fromkeys(updated.names if updated is not None else ()))
+    return tuple(found)
+
+
+def _adds_to_earlier(side: Side, op: int) -> bool:
+    """Whether an op of a backward pass, or behind one, adds to a gradient that is there."""
+    if base(side.name(op)) not in ADDING:
+        return False
+    return bool(side.trace.ops.phase[op]) or side.gradients.added_to_earlier(op) is not None
+
+
+def _accumulated(
+    name: str, other: str, what: str, evidence: list[str], *, sure: Confidence = "certain"
+) -> Cause:
+    return cause(
+        "structure",
+        sure,
+        f"in the {name} run, a backward pass adds to {what} what an earlier one left there; in the {other} run it starts"
+        " from nothing",
+        [*evidence, "a backward pass adds to a gradient that is there already"],
+        _NOT_ZERO,
     )
 
 

@@ -17,7 +17,7 @@ from opdrift.case import Case, Side
 from opdrift.compare import difference
 from opdrift.origins.model import Origin
 from opdrift.origins.regions import region_of
-from opdrift.pairs import DIFFERENT
+from opdrift.pairs import DIFFERENT, EQUAL
 from opdrift.records import Leaf, Sides, Signature
 from opdrift.shards import differently_sharded, moves_parts, sharding
 from opdrift.tokens import base
@@ -88,9 +88,44 @@ def _parameters(side: Side, value: int) -> dict[str, Leaf]:
 
 def updates_of(case: Case, origin: Origin) -> Sides[Update]:
     """How each run updated the parameter of an origin since both last read the same."""
-    name = origin.names[0]
+    name, behind = origin.names[0], since_equal(case, origin)
+    return Sides(_update(case.left, name, behind.left), _update(case.right, name, behind.right))
+
+
+def since_equal(case: Case, origin: Origin) -> Sides[tuple[int, ...]]:
+    """The ops behind a parameter that is gathered, since both runs first read what they last had in common of it.
+
+    A part of it is no content that the other run, which holds all of it, ever had: its history goes back to the start.
+    """
+    region, reader = origin.region, origin.op.left
+    if reader is None:
+        return region
+    name, contents = origin.names[0], case.left.contents
+    inputs, pairing = case.compared.inputs, case.pairing
+    before = (inputs.status == EQUAL) & (pairing.left[inputs.pair] < reader)
+    for side, values in ((case.left, inputs.left), (case.right, inputs.right)):
+        storage = side.trace.values.storage
+        held = [int(storage[leaf.value]) for leaf in side.leaves.by_name.get(name, ())]
+        before &= np.isin(storage[values], held)
+    common: object = None
+    row = -1
+    slots = np.flatnonzero(before)
+    for slot in slots[np.argsort(pairing.left[inputs.pair[slots]])][::-1].tolist():
+        left, right = int(inputs.left[slot]), int(inputs.right[slot])
+        held_by = _parameters(case.left, left), _parameters(case.right, right)
+        base_of = int(contents.states.base[contents.states.of[left]])
+        found = case.left.trace.fingerprint(base_of) if base_of >= 0 else None
+        if found is None or name not in held_by[0] or name not in held_by[1]:
+            continue
+        if common not in (None, found.key):
+            break
+        common, row = found.key, int(inputs.pair[slot])
+    if row < 0:
+        return region
+    left, right = int(pairing.left[row]), int(pairing.right[row])
     return Sides(
-        _update(case.left, name, origin.region.left), _update(case.right, name, origin.region.right)
+        tuple(op for op in region.left if op > left),
+        tuple(op for op in region.right if op > right),
     )
 
 

@@ -79,10 +79,14 @@ class Exchanges:
         """Whether only one of the runs has collectives."""
         return bool(self._worlds.left.meetings) != bool(self._worlds.right.meetings)
 
+    def _have(self, rank: int) -> bool:
+        """Whether both runs have a rank: one process that is compared with each of many has but one."""
+        return rank in self._worlds.left.traces and rank in self._worlds.right.traces
+
     def received(self, rank: int, origin: Divergence) -> Received | None:
         """The collective that handed a rank what differs at an op, if others gave something else to it."""
         left, right = self._worlds.left, self._worlds.right
-        if origin.seq.left is None or origin.seq.right is None or rank not in left.traces:
+        if origin.seq.left is None or origin.seq.right is None or not self._have(rank):
             return None
         behind = zip(
             _collectives_behind(left, rank, origin.seq.left),
@@ -133,7 +137,7 @@ class Exchanges:
     ) -> Iterator[tuple[tuple[Message, Message], tuple[Message, Message]]]:
         """Messages that an origin is, or reads the content of, as (sender's, receiver's) in the left run and in the right one."""
         left, right = self._worlds.left, self._worlds.right
-        if origin.seq.left is None or origin.seq.right is None or rank not in left.traces:
+        if origin.seq.left is None or origin.seq.right is None or not self._have(rank):
             return
         found = zip(
             _messages_behind(left, rank, origin.seq.left),
