@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -167,8 +167,6 @@ def ancestry(
         counterpart: Per op.
         agreed: Per state, whether the other run is known to have had the same: no further back is of interest.
     """
-    trace = contents.trace
-    inputs = trace.ops.inputs
     ops: set[int] = set()
     boundary: dict[int, None] = {}
     stack, seen = [value], {value}
@@ -184,20 +182,64 @@ def ancestry(
             continue
         if counterpart[op] < 0:
             ops.add(op)
-        start = int(inputs.offsets[op])
-        for place, source in enumerate(inputs[op].tolist(), start):
-            if contents.counted[place] and source not in seen:
+        for source in _sources(contents, current, op):
+            if source not in seen:
                 seen.add(source)
                 stack.append(source)
-        state = int(contents.states.of[current])
-        earlier = int(contents.states.before[state])
-        if (
-            int(contents.states.writer[state]) == op
-            and earlier >= 0
-            and not contents.whole[current]
-        ):
-            rest = contents.value_of_state(earlier)
-            if rest not in seen:
-                seen.add(rest)
-                stack.append(rest)
     return Ancestry(tuple(sorted(ops)), tuple(boundary), bool(stack))
+
+
+def _sources(contents: Contents, value: int, op: int) -> Iterator[int]:
+    """What an op made a value of: its inputs that count, and what the value's storage held where it wrote only a part."""
+    inputs, states = contents.trace.ops.inputs, contents.states
+    for place, source in enumerate(inputs[op].tolist(), int(inputs.offsets[op])):
+        if contents.counted[place]:
+            yield source
+    state = int(states.of[value])
+    earlier = int(states.before[state])
+    if int(states.writer[state]) == op and earlier >= 0 and not contents.whole[value]:
+        yield contents.value_of_state(earlier)
+
+
+class Behind:
+    """The ops with a counterpart that values of one side were made of, past ops that have none.
+
+    A walk ends where an earlier one began: many values are made of the same stretch of ops.
+
+    Args:
+        contents: The side's.
+        counterpart: Per op, an op index or -1.
+    """
+
+    def __init__(self, contents: Contents, counterpart: Ints) -> None:
+        self._contents = contents
+        self._counterpart = counterpart
+        self._known: dict[int, frozenset[int]] = {}
+
+    def ops(self, value: int) -> frozenset[int]:
+        """The ops at the ends of all ways back from a value, as in `ancestry`."""
+        if value not in self._known:
+            self._known[value] = frozenset(self._walk(value))
+        return self._known[value]
+
+    def _walk(self, value: int) -> set[int]:
+        contents, found, passed = self._contents, set[int](), set[int]()
+        stack, seen = [value], {value}
+        while stack and len(passed) < _WALK:
+            current = stack.pop()
+            if current in self._known:
+                found |= self._known[current]
+                continue
+            op = int(contents.maker[current])
+            has_counterpart = op >= 0 and self._counterpart[op] >= 0
+            if has_counterpart and not contents.tokens.view[op]:
+                found.add(op)
+                continue
+            if op < 0 or op in passed:
+                continue
+            if not has_counterpart:
+                passed.add(op)
+            new = [s for s in _sources(contents, current, op) if s not in seen]
+            seen.update(new)
+            stack += new
+        return found

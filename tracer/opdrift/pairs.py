@@ -16,7 +16,7 @@ import numpy.typing as npt
 from opdrift.align import Pairing
 from opdrift.asked import Asked, asked_of, otherwise
 from opdrift.contents import Contents, Flags
-from opdrift.flow import ancestry
+from opdrift.flow import Behind
 from opdrift.records import RAISED
 from opdrift.tracefile.columns import Ints, Ragged
 
@@ -218,11 +218,23 @@ class Compared:
         so only single samples need this.
         """
         blank, rows = self._blank
-        found = [
-            (slot, row)
-            for slot in (blank[rows < 0].tolist() if self.left.by_sample else ())
-            for row in self.behind(slot)
-        ]
+        return self._past(blank[rows < 0] if self.left.by_sample else blank[:0])
+
+    def behind_each(self, slots: Ints) -> tuple[Ints, Ints]:
+        """(row of `inputs`, pair behind it) as two columns, for many rows; see `behind`."""
+        rows = _pair_rows(self, self.inputs.left[slots], self.inputs.right[slots])
+        slot, behind = self._past(slots[rows < 0])
+        return np.append(slots[rows >= 0], slot), np.append(rows[rows >= 0], behind)
+
+    def _past(self, slots: Ints) -> tuple[Ints, Ints]:
+        """The same where no one pair made what both runs read."""
+        values = zip(
+            slots.tolist(),
+            self.inputs.left[slots].tolist(),
+            self.inputs.right[slots].tolist(),
+            strict=True,
+        )
+        found = [(slot, row) for slot, left, right in values for row in self._made_of(left, right)]
         table = np.array(found, np.int64).reshape(-1, 2)
         return table[:, 0], table[:, 1]
 
@@ -233,18 +245,20 @@ class Compared:
     def makers(self, left: int, right: int) -> set[int]:
         """The pair that made both values, else those that made what each was made of."""
         row = self.made_by_one_pair(left, right)
-        if row >= 0:
-            return {row}
-        found = set()
-        for contents, value, partner, row_of in (
-            (self.left, left, self.pairing.right_of, self.row_of_left),
-            (self.right, right, self.pairing.left_of, self.row_of_right),
+        return {row} if row >= 0 else self._made_of(left, right)
+
+    def _made_of(self, left: int, right: int) -> set[int]:
+        """The pairs that made what each of two values was made of, past ops that only one run has."""
+        found = set[int]()
+        for value, behind, row_of in zip(
+            (left, right), self._behind, (self.row_of_left, self.row_of_right), strict=True
         ):
-            for source in ancestry(contents, value, partner).boundary:
-                maker = int(contents.maker[source])
-                if maker >= 0 and row_of[maker] >= 0:
-                    found.add(int(row_of[maker]))
+            found |= {int(row_of[op]) for op in behind.ops(value)}
         return found
+
+    @cached_property
+    def _behind(self) -> tuple[Behind, Behind]:
+        return Behind(self.left, self.pairing.right_of), Behind(self.right, self.pairing.left_of)
 
     @cached_property
     def agreed(self) -> tuple[Flags, Flags]:

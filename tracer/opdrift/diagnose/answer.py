@@ -26,7 +26,7 @@ from opdrift.diagnose.divergences import divergence
 from opdrift.diagnose.grouping import by_setting, grouped_leaves, without_types_that_follow
 from opdrift.diagnose.growth import growth_of
 from opdrift.diagnose.judged import Judged, where_taken
-from opdrift.diagnose.noeffect import without_effect
+from opdrift.diagnose.noeffect import WithoutEffect
 from opdrift.diagnose.one_sample import out_of_sight, rounding_at_results, with_effect
 from opdrift.diagnose.portions import (
     NO_FELLOWS,
@@ -257,11 +257,12 @@ def _judge(
 ) -> list[Judged]:
     shared = Shared(case, environment)
     regions = shared.once(gaps)
+    without_effect = WithoutEffect(case, found)
 
     def judge(origin: Origin) -> Judged:
         size = settled(case, origin, size_of(case, origin, tolerance))
         size = at_region(origin, out_of_sight(case, origin, size), regions)
-        size = without_effect(case, found, origin, size)
+        size = without_effect.sized(origin, size)
         part = narrowed(case, origin) if size.material else None
         if part is not None:
             origin, size = part, size_of(case, part, tolerance)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 from typing import Final
 
 from opdrift.case import Case
@@ -13,6 +14,7 @@ from opdrift.diagnose.one_sample import rounding_at_results
 from opdrift.origins.effects import Effects
 from opdrift.origins.kinds import computes
 from opdrift.origins.model import Origin
+from opdrift.origins.readers import Readers
 from opdrift.origins.regions import region_of
 from opdrift.origins.search import Found
 from opdrift.sizes import Size, at_reader
@@ -23,27 +25,47 @@ _LARGE: Final = 100
 _OTHERWISE: Final = frozenset(("region", "other-source"))
 
 
-def without_effect(case: Case, found: Found, origin: Origin, size: Size) -> Size:
-    """The size of an origin; rounding where all results agree although something on the way does not.
+class WithoutEffect:
+    """Says which origins make no difference to results that agree up to rounding; asks once for what all have in common.
 
-    That is so of partial sums, of queries that have no key, of numbers in another order, of weights that one run folds
-    something into which the other computes apart, and of what the runs compute in different ways until they come together again. Other differences are material even where the results of this run do not show them.
+    Args:
+        case: Two paired traces.
+        found: What the search brought.
     """
-    if not size.material or case.by_sample:
+
+    def __init__(self, case: Case, found: Found) -> None:
+        self._case = case
+        self._sinks = [s for s in found.sinks if s.differs]
+
+    def sized(self, origin: Origin, size: Size) -> Size:
+        """The size of an origin; rounding where all results agree although something on the way does not.
+
+        That is so of partial sums, of queries that have no key, of numbers in another order, of weights that one run folds
+        something into which the other computes apart, and of what the runs compute in different ways until they come together
+        again. Other differences are material even where the results of this run do not show them.
+        """
+        case = self._case
+        if not size.material or case.by_sample or not self._results_agree:
+            return size
+        if is_split_otherwise(case, origin) or keyless(case, origin):
+            return replace(size, bound=None, limit=None, material=False)
+        if _is_rearranged(case, origin) or _made_up_for(case, origin, self._effects, self._limit):
+            return replace(size, limit=self._limit, material=False)
         return size
-    sinks = [s for s in found.sinks if s.differs]
-    known = all(s.left is not None and s.right is not None for s in sinks)
-    if not sinks or not known:
-        return size
-    limit = rounding_at_results(case)
-    effects = Effects(case, sinks, limit)
-    if effects.result_differs(1):
-        return size
-    if is_split_otherwise(case, origin) or keyless(case, origin):
-        return replace(size, bound=None, limit=None, material=False)
-    if _is_rearranged(case, origin) or _made_up_for(case, origin, effects, limit):
-        return replace(size, limit=limit, material=False)
-    return size
+
+    @cached_property
+    def _results_agree(self) -> bool:
+        """Whether all results that differ are known, and differ by rounding alone."""
+        known = all(s.left is not None and s.right is not None for s in self._sinks)
+        return bool(self._sinks) and known and not self._effects.result_differs(1)
+
+    @cached_property
+    def _effects(self) -> Effects:
+        return Effects(self._case, self._sinks, self._limit, Readers(self._case.compared))
+
+    @cached_property
+    def _limit(self) -> float:
+        return rounding_at_results(self._case)
 
 
 def _is_rearranged(case: Case, origin: Origin) -> bool:

@@ -16,6 +16,7 @@ from opdrift.diagnose.judged import Judged
 from opdrift.diagnose.reach import reach_of
 from opdrift.origins.effects import Effects, cancelled
 from opdrift.origins.model import Origin
+from opdrift.origins.readers import Readers
 from opdrift.origins.search import Found
 from opdrift.sizes import Size
 
@@ -52,8 +53,9 @@ def with_effect(
     """
     sinks = [s for s in found.sinks if s.differs]
     limit = rounding_at_results(case)
-    of_positions = Effects(case, sinks, max(_ROTARY * limit, _TURNED))
-    of_places = Effects(case, sinks, limit)
+    readers = Readers(case.compared)
+    of_positions = Effects(case, sinks, max(_ROTARY * limit, _TURNED), readers)
+    of_places = Effects(case, sinks, limit, readers)
     kept: list[Judged] = []
     ends, bare = set[int](), set[int]()
     for each in judged:

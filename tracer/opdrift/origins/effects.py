@@ -7,23 +7,17 @@ them agrees up to rounding, it has ended.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
-from typing import Final
-
-import numpy as np
 
 from opdrift.case import Case, Side
 from opdrift.origins.model import Origin, Story
+from opdrift.origins.readers import Readers
 from opdrift.origins.single import entry, own_settings
 from opdrift.pairs import DIFFERENT, EQUAL, UNKNOWN
 from opdrift.receivers import Received
 from opdrift.records import Sides
 from opdrift.sinks import Sink
 from opdrift.sizes import measure
-
-#: Earlier writes of a storage that are looked at.
-_WRITES: Final = 64
 
 
 class Effects:
@@ -33,37 +27,15 @@ class Effects:
         case: One sample of each batch.
         sinks: The results that differ.
         limit: The largest relative difference that rounding grows to in these runs.
+        readers: Of the case.
     """
 
-    def __init__(self, case: Case, sinks: Sequence[Sink], limit: float) -> None:
+    def __init__(self, case: Case, sinks: Sequence[Sink], limit: float, readers: Readers) -> None:
         self._case = case
         self._limit = limit
         self._sinks = sinks
+        self._readers = readers
         self._large: dict[tuple[int, int], bool] = {}
-        compared = case.compared
-        #: Per pair the rows of inputs that it, or what only one run made of it, made.
-        self._readers: dict[int, list[int]] = defaultdict(list)
-        for slot in np.flatnonzero(compared.inputs.status != EQUAL).tolist():
-            for maker in compared.behind(slot) | self._written_before(slot):
-                self._readers[maker].append(slot)
-
-    def _written_before(self, slot: int) -> set[int]:
-        """Pairs that wrote into the storage of an input before its last write: caches are filled part by part."""
-        compared = self._case.compared
-        found: set[int] = set()
-        for contents, values, row_of in (
-            (compared.left, compared.inputs.left, compared.row_of_left),
-            (compared.right, compared.inputs.right, compared.row_of_right),
-        ):
-            state = int(contents.states.of[values[slot]])
-            for _ in range(_WRITES):
-                state = int(contents.states.before[state])
-                writer = int(contents.states.writer[state]) if state >= 0 else -1
-                if writer < 0:
-                    break
-                if row_of[writer] >= 0:
-                    found.add(int(row_of[writer]))
-        return found
 
     def ends(self, origin: Origin) -> list[int] | None:
         """Where the effect of an origin ends.
@@ -94,17 +66,17 @@ class Effects:
         return [
             slot
             for row in reached
-            for slot in self._readers[row]
+            for slot in self._readers.of(row)
             if not self._arrives(slot) or int(inputs.pair[slot]) in ended
         ]
 
     def result_differs(self, times: float) -> bool:
         """Whether a result differs by more than so many times what rounding grows to."""
-        gaps = [
+        gaps = (
             measure(self._case, s.left, s.right)
             for s in self._sinks
             if s.left is not None and s.right is not None
-        ]
+        )
         return any(
             gap is None
             or gap.relative is None
@@ -149,7 +121,7 @@ class Effects:
         """Pairs that what differs at a pair reaches, and those at which it ends."""
         reached, ended, front = {start}, set[int](), [start]
         while front:
-            for slot in self._readers[front.pop()]:
+            for slot in self._readers.of(front.pop()):
                 reader = int(self._case.compared.inputs.pair[slot])
                 if reader in reached or not self._arrives(slot):
                     continue
