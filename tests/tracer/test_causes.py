@@ -366,9 +366,11 @@ def test_a_leaf_in_another_type_is_a_matter_of_dtype():
 
         return inner
 
-    found = cause(run(body("float32")), run(body("float16")))
+    left, right = run(body("float32")), run(body("float16"))
+    found = cause(left, right)
 
     assert found.slug == "dtype"
+    assert "weights" not in {each.slug for each in diff(left, right).causes}
     assert says(
         found,
         "fc.weight is float32 in the left run and float16 in the right one",

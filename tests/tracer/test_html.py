@@ -11,6 +11,7 @@ import tomllib
 import zlib
 from html.parser import HTMLParser
 from importlib.resources import files
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -518,6 +519,15 @@ def test_an_interrupted_page_leaves_the_older_one(recorded, tmp_path, monkeypatc
     assert capsys.readouterr().out == ""
 
 
+def as_rank(source: Path, folder: Path, rank: int) -> None:
+    """A trace again, as one of two ranks."""
+    shutil.copytree(source, folder)
+    header = json.loads((folder / "header.json").read_text())
+    del header["crc"]
+    header |= {"rank": rank, "world_size": 2}
+    (folder / "header.json").write_text(json.dumps({**header, "crc": checksum(header)}))
+
+
 def test_ranks_have_their_cards_and_the_rest_is_of_one_of_them(
     recorded, tmp_path, monkeypatch, capsys
 ):
@@ -526,17 +536,28 @@ def test_ranks_have_their_cards_and_the_rest_is_of_one_of_them(
     for side, sources in (("left", ("base", "base")), ("right", ("same", "eps"))):
         for rank, source in enumerate(sources):
             folder = tmp_path / f"{side}.trace" / f"rank-0000{rank}"
-            shutil.copytree(recorded / f"{source}.trace", folder)
-            header = json.loads((folder / "header.json").read_text())
-            del header["crc"]
-            header |= {"rank": rank, "world_size": 2}
-            (folder / "header.json").write_text(json.dumps({**header, "crc": checksum(header)}))
+            as_rank(recorded / f"{source}.trace", folder, rank)
 
     assert diff_trace(["left.trace", "right.trace", "--format", "html", "-o", "page.html"]) == 1
     page = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
     assert "rank 0 : identical" in page.words  # the rank is an element of its own
     assert "What stands below is of rank 1; --rank N makes the page of another." in page.words
     assert page.columns()[0]["focus"] is not None
+
+
+def test_one_process_against_ranks_says_of_which_rank_the_page_is(
+    recorded, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    for rank, source in enumerate(("same", "eps")):
+        as_rank(recorded / f"{source}.trace", tmp_path / "two.trace" / f"rank-0000{rank}", rank)
+    one = str(recorded / "base.trace")
+
+    for given in ([one, "two.trace"], ["two.trace", one]):
+        assert diff_trace([*given, "--format", "html", "-o", "page.html"]) == 1
+        page = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
+        assert "What stands below is of rank 1; --rank N makes the page of another." in page.words
+        (tmp_path / "page.html").unlink()
 
 
 def test_what_is_shared_names_no_folder_of_this_machine(recorded, tmp_path, monkeypatch, capsys):

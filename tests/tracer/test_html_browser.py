@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 
@@ -108,6 +109,18 @@ def test_the_list_opens_at_the_first_divergence(opened):
         .get_attribute("aria-label")
         .endswith("the table below tells the same")
     )
+
+
+def test_the_plot_says_what_is_under_the_pointer_and_else_nothing(opened):
+    page = opened.page
+    legend = page.locator("#plot .u-legend")
+    assert not legend.is_visible()
+
+    page.locator("#plot .u-over").hover()
+    legend.wait_for(state="visible")
+    assert re.search(r"differs by:?\s*[0-9]", legend.inner_text())
+    page.locator("#grid").hover()
+    legend.wait_for(state="hidden")
 
 
 def test_keys_move_through_the_list(opened):

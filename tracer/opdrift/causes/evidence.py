@@ -86,15 +86,17 @@ class Shared:
         right = np.array([pair.right.value for pair in pairs.values()])
         status = self.case.compared.status(left, right)
         equal = [n for n, found in zip(pairs, status.tolist(), strict=True) if found == EQUAL]
-        cast = sum(self._are_casts(pairs[name]) for name in pairs.keys() - set(equal))
+        cast = sum(self.are_casts(pairs[name]) for name in pairs.keys() - set(equal))
         return (
             len(pairs),
             len(pairs) - len(equal) - cast,
             [n for n in reversed(pairs) if n in set(equal)],
         )
 
-    def _are_casts(self, pair: Sides[Leaf]) -> bool:
+    def are_casts(self, pair: Sides[Leaf] | Sides[Leaf | None]) -> bool:
         """Whether a tensor is the other one in another type."""
+        if pair.left is None or pair.right is None:
+            return False
         a = self.case.left.fingerprint(pair.left.value)
         b = self.case.right.fingerprint(pair.right.value)
         if a is None or b is None or (a.code, a.fp8) == (b.code, b.fp8):

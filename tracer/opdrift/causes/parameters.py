@@ -41,6 +41,8 @@ def weights(e: Evidence) -> Cause | None:
     if e.origin.kind != "leaf" or leaf is None or leaf.kind != "parameter":
         return None
     members = _members(e)
+    if all(map(e.shared.are_casts, members)):
+        return None  # the type, which is told, is all that differs
     headline = _headline(e, leaf)
     equal = e.shared.model_leaves[2]
     ways = Ways(e, members)

@@ -43,6 +43,7 @@ def _dtype_leaf(e: Evidence) -> Cause | None:
         and gap.relative is not None
         and gap.how != "statistics"
         and gap.relative > 0.05
+        and not e.shared.are_casts(e.origin.leaf)
     ):
         return None  # not the same weights in another type
     names = e.origin.names

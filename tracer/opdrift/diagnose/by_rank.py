@@ -10,7 +10,7 @@ from opdrift.diagnose.ended import Compare, Endings
 from opdrift.errors import IncomparableTracesError
 from opdrift.records import RANK_ENDED, Cause, Diagnosis, Divergence
 from opdrift.tracefile.reader import Trace
-from opdrift.wording import listed
+from opdrift.wording import counted, listed
 from opdrift.world.causes import READ_LATE, of_wrong_message
 from opdrift.world.parts import Gathered
 from opdrift.world.received import Arrived, Exchanges, Received
@@ -318,7 +318,7 @@ def _uneven(left: Mapping[int, Trace], right: Mapping[int, Trace]) -> list[str]:
     sizes = [next(iter(side.values())).header.world_size or 1 for side in (left, right)]
     if sizes[0] != sizes[1]:
         said.append(
-            f"the left run had {sizes[0]} ranks, the right one {sizes[1]}: reductions add up other numbers of parts, and"
+            f"the left run had {counted(sizes[0], 'rank')}, the right one {sizes[1]}: reductions add up other numbers of parts, and"
             " each rank may have another share of the data"
         )
     for word, side, size, other in (

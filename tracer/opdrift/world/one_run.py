@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from opdrift.tracefile.reader import Trace
+from opdrift.wording import counted
 
 
 def of_another_run(traces: Sequence[Trace]) -> tuple[Trace, str] | None:
@@ -16,7 +17,7 @@ def of_another_run(traces: Sequence[Trace]) -> tuple[Trace, str] | None:
         if a.world_size != b.world_size:
             return (
                 other,
-                f"{said}the one had {a.world_size or 1} ranks, the other {b.world_size or 1}",
+                f"{said}the one had {counted(a.world_size or 1, 'rank')}, the other {b.world_size or 1}",
             )
         if None not in (a.launch, b.launch) and a.launch != b.launch:
             began = ", the other at ".join(h.created[:19].replace("T", " ") for h in (a, b))

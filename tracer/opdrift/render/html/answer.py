@@ -251,9 +251,8 @@ def ranks(diagnosis: Diagnosis, *, linked: bool) -> Element | None:
                 _card(found, None) if found is not None and one.verdict != "identical" else None,
             )
         )
-    of = (
-        f"What stands below is of rank {diagnosis.left.rank}; --rank N makes the page of another."
-        if linked
-        else ""
-    )
-    return section("ranks", "Rank by rank", *folds, note=of)
+    # a run of one process has no rank, and was compared with that of the other run
+    sides = (diagnosis.left.rank, diagnosis.right.rank)
+    shown = next((rank for rank in sides if rank is not None), 0)
+    of = f"What stands below is of rank {shown}; --rank N makes the page of another."
+    return section("ranks", "Rank by rank", *folds, note=of if linked else "")

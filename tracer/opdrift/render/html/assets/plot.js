@@ -76,7 +76,11 @@ function plotOptions(rows, points, width) {
       { label: "amplified", stroke: colour("--bad"), paths: () => null, points: { show: false },
         value: (_, v) => (v === null ? "" : sizeText(v)) },
     ].slice(0, facts.amplifiers.length ? 3 : 2),
-    hooks: { draw: [(plot) => drawMarks(plot, rows, points)] },
+    hooks: {
+      draw: [(plot) => drawMarks(plot, rows, points)],
+      // it says what is under the pointer, and without one nothing
+      setLegend: [(plot) => { plot.root.querySelector(".u-legend").style.visibility = plot.cursor.idx == null ? "hidden" : ""; }],
+    },
   };
 }
 
