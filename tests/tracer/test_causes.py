@@ -1334,6 +1334,7 @@ OTHER_RULES = {
     "dtype-gathered",
     "dtype-of-gradient",
     "op-args-reduced",
+    "structure-accumulated",
     "structure-of-gradient",
     "op-args-gathered",
     "rounding-gathered",
