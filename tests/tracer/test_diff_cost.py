@@ -6,13 +6,17 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from opdrift.align import align
+from opdrift.align.sequence import match
 from opdrift.case import build_case
+from opdrift.contents import Contents
 from opdrift.diagnose import diff
 from opdrift.flow import Behind, ancestry
-from opdrift.testing import Builder
+from opdrift.testing import Builder, trace
 from opdrift.tracefile.reader import Trace
 
 
@@ -64,6 +68,31 @@ def test_what_all_origins_have_in_common_is_found_once():
 
     assert len(run(12)().origins[0].cause.evidence) > 0
     assert growth_of(run, 24) < 2.5
+
+
+# ---- pairing ------------------------------------------------------------------------------------------
+
+
+def test_what_lies_between_two_differences_is_paired_at_once():
+    """Anchors that follow each other are one stretch, not one window each."""
+    left = np.arange(3000, dtype=np.uint64)
+    right = left.copy()
+    right[[0, 700, 2000, 2999]] += np.uint64(10_000)
+
+    found = match(left, right, anchored=True)
+
+    assert sum(map(len, found.left)) == 2996
+    assert calls_of(lambda: match(left, right, anchored=True)) < 2000
+
+
+def test_a_call_of_which_nothing_is_left_to_pair_is_done():
+    """One op more in a call: the first step pairs the others, and those that follow are left out."""
+    left = Contents(trace("m{ relu sin cos tanh exp mul abs neg }"))
+    right = Contents(trace("m{ relu* sin log cos tanh exp mul abs neg }"))
+    pairing = align(left, right)  # what is kept of the contents is found
+
+    assert np.flatnonzero(pairing.left_of < 0).tolist() == [2]
+    assert calls_of(lambda: align(left, right)) < 2.3 * calls_of(lambda: align(left, left))
 
 
 # ---- long stretches of one run -------------------------------------------------------------------------

@@ -11,13 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from opdrift.align.segments import Groups, spread
-from opdrift.align.sequence import Effort, Level, Refined, Window, increasing, refine
+from opdrift.align.sequence import Effort, Level, Refined, Window, gaps, increasing, refine
 from opdrift.contents import Contents
 from opdrift.tokens import Words, mix, word
 from opdrift.tracefile.columns import Ints
 
-#: Index in `_by_name` from which on a pair must have something besides its name in common.
-_WEAK_IN_SCOPE: Final = 3
+#: Number of a level from which on a pair must have something besides its name in common.
+_WEAK_IN_SCOPE: Final = 2
 _WEAK_ACROSS: Final = 1
 #: Pairs make further pairs by what they feed; this often.
 _ROUNDS: Final = 4
@@ -193,6 +193,10 @@ def _of_states(contents: Contents, weights: Words) -> Words:
     return found
 
 
+#: By what ops of two lists are recognised, in the light of the pairs so far.
+By = Callable[[Pairs, Ints, Ints], Level]
+
+
 def within_scopes(pairs: Pairs, home: tuple[Ints, Ints], calls: Ints) -> None:
     """Pair the ops of paired calls, forward and backward ops apart.
 
@@ -225,32 +229,61 @@ def _in_order(pairs: Pairs, a: Ints, b: Ints, *, inside: bool) -> None:
     one call take that of its kind behind the next, `inside` of a module: the first of two residuals. A program may
     call a model more often.
     """
-    pairs.add_refined(refine([_by_result(pairs, a, b)], effort=pairs.effort), a, b, _WEAK_IN_SCOPE)
+    scope = _Scope(pairs, a, b)
+    scope.take(_by_result)
     if pairs.left.by_sample:
         # steps of a recurrent layer are more in a longer batch, and those of both directions look alike
-        levels = [_known(pairs, a, b), _by_weights(pairs, a, b)]
-        pairs.add_refined(refine(levels, effort=pairs.effort), a, b, _WEAK_IN_SCOPE)
-    _fed_alike(pairs, a, b, alike=True)
+        scope.take(_by_weights)
+    scope.take_fed(_by_inputs_and_arguments)
     if inside:
-        levels = [_known(pairs, a, b), _behind_calls(pairs, a, b)]
-        pairs.add_refined(refine(levels, effort=pairs.effort), a, b, _WEAK_IN_SCOPE)
-    levels = [_known(pairs, a, b), _by_name(pairs, a, b)[0]]
-    pairs.add_refined(refine(levels, effort=pairs.effort), a, b, _WEAK_IN_SCOPE)
-    _fed_alike(pairs, a, b, alike=False)
-    levels = [_known(pairs, a, b), *_by_name(pairs, a, b)]
-    pairs.add_refined(refine(levels, effort=pairs.effort), a, b, _WEAK_IN_SCOPE)
+        scope.take(_behind_calls)
+    scope.take(_by_signature)
+    scope.take_fed(_by_inputs)
+    scope.take(*_NAMED)
 
 
-def _fed_alike(pairs: Pairs, a: Ints, b: Ints, *, alike: bool) -> None:
-    """Pair ops that read what pairs made, and so on; `alike` says that their arguments are the same, too."""
-    count = 0
-    for _ in range(_ROUNDS):
-        levels = [_known(pairs, a, b), _by_inputs(pairs, a, b, alike=alike)]
-        found = refine(levels, effort=pairs.effort)
+@dataclass
+class _Scope:
+    """Two lists of ops of one scope while they are paired.
+
+    Attributes:
+        left: Ops of the left run.
+        right: Ops of the right run.
+        holds: No pair was dropped in the last step: without anything left to pair, a further one would change nothing.
+    """
+
+    pairs: Pairs
+    left: Ints
+    right: Ints
+    holds: bool = True
+
+    def take(self, *by: By) -> int:
+        """Pair what is left between known pairs by levels, from strict to loose.
+
+        Returns:
+            How many pairs there are, dropped ones included; 0 if nothing changed.
+        """
+        pairs, a, b = self.pairs, self.left, self.right
+        known = np.flatnonzero(pairs.right_of[a] >= 0)
+        partners = np.searchsorted(b, pairs.right_of[a[known]])
+        windows = gaps(Window(0, len(a), 0, len(b)), known, partners)
+        if not windows and self.holds:
+            return 0
+        found = refine([level(pairs, a, b) for level in by], windows, effort=pairs.effort)
+        found = found.beside(known, partners)
+        before = pairs.right_of[a]
         pairs.add_refined(found, a, b, _WEAK_IN_SCOPE)
-        if len(found.left) == count:
-            break
-        count = len(found.left)
+        self.holds = bool(np.all(pairs.right_of[a[found.left]] == b[found.right]))
+        return 0 if np.array_equal(before, pairs.right_of[a]) else len(found.left)
+
+    def take_fed(self, by_inputs: By) -> None:
+        """Pair ops that read what pairs made, and so on."""
+        count = 0
+        for _ in range(_ROUNDS):
+            found = self.take(by_inputs)
+            if found in (0, count):
+                break
+            count = found
 
 
 def across_scopes(pairs: Pairs) -> None:
@@ -266,22 +299,30 @@ def across_scopes(pairs: Pairs) -> None:
     stretches = _common_stretches(np.searchsorted(i, a), np.searchsorted(j, b))
     windows = [Window(int(a0), int(a1), int(b0), int(b1)) for a0, a1, b0, b1 in stretches]
     if windows:
-        levels = [_by_result(pairs, a, b), *_by_name(pairs, a, b)]
+        levels = [by(pairs, a, b) for by in (_by_result, *_NAMED)]
         pairs.add_refined(refine(levels, windows, effort=pairs.effort), a, b, _WEAK_ACROSS)
 
 
 # ---- by what ops are recognised ------------------------------------------------------------------------
 
 
-def _by_name(pairs: Pairs, a: Ints, b: Ints) -> list[Level]:
-    """Whole signature, layouts, name, family."""
-    left, right = pairs.left.tokens, pairs.right.tokens
-    return [
-        Level(left.full[a], right.full[b]),
-        Level(left.shape[a], right.shape[b]),
-        Level(left.name[a], right.name[b]),
-        Level(left.family[a], right.family[b]),
-    ]
+def _by_signature(pairs: Pairs, a: Ints, b: Ints) -> Level:
+    return Level(pairs.left.tokens.full[a], pairs.right.tokens.full[b])
+
+
+def _by_layouts(pairs: Pairs, a: Ints, b: Ints) -> Level:
+    return Level(pairs.left.tokens.shape[a], pairs.right.tokens.shape[b])
+
+
+def _by_name(pairs: Pairs, a: Ints, b: Ints) -> Level:
+    return Level(pairs.left.tokens.name[a], pairs.right.tokens.name[b])
+
+
+def _by_family(pairs: Pairs, a: Ints, b: Ints) -> Level:
+    return Level(pairs.left.tokens.family[a], pairs.right.tokens.family[b])
+
+
+_NAMED: Final = (_by_signature, _by_layouts, _by_name, _by_family)
 
 
 def _behind_calls(pairs: Pairs, a: Ints, b: Ints) -> Level:
@@ -343,7 +384,12 @@ def _named(contents: Contents, ops: Ints, named: Words, side: str) -> Words:
     return np.where(speaks, mix(contents.tokens.name[ops], summed), _nothing(ops, side))
 
 
-def _by_inputs(pairs: Pairs, a: Ints, b: Ints, *, alike: bool) -> Level:
+def _by_inputs_and_arguments(pairs: Pairs, a: Ints, b: Ints) -> Level:
+    """The same op on what pairs made, with the same other arguments."""
+    return _by_inputs(pairs, a, b, alike=True)
+
+
+def _by_inputs(pairs: Pairs, a: Ints, b: Ints, *, alike: bool = False) -> Level:
     """The same op on what pairs made."""
 
     def left_number(op: Ints) -> Ints:
@@ -394,17 +440,6 @@ def _sources(
     tokens = contents.tokens
     called = (tokens.full if alike else tokens.name)[ops]
     return np.where(speaks, mix(called, summed), _nothing(ops, side))
-
-
-def _known(pairs: Pairs, a: Ints, b: Ints) -> Level:
-    """Pairs that were found before: they stay, and split what is left."""
-    left = np.where(pairs.right_of[a] >= 0, a, -1)
-    right = pairs.left_of[b]
-    return Level(
-        np.where(left >= 0, (left + 1).astype(np.uint64), _nothing(a, "left")),
-        np.where(right >= 0, (right + 1).astype(np.uint64), _nothing(b, "right")),
-        anchored=True,
-    )
 
 
 def _nothing(ops: Ints, side: str) -> Words:

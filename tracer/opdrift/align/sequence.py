@@ -211,10 +211,15 @@ def _bisect(tails: list[int], value: int) -> int:
 def _split(window: Window, left: Ints, right: Ints) -> list[Window]:
     """The windows between anchors; an anchor starts the window after it, where it is an equal end."""
     starts = [(window.left, window.right)]
+    previous = (-1, -1)
     for i, j in zip((left + window.left).tolist(), (right + window.right).tolist(), strict=True):
+        # next to the anchor before it, it is an equal end of that one's window already
+        if (i - 1, j - 1) == previous:
+            previous = i, j
         # runs may overlap: the next anchor must not reach back into the one before
-        if i >= starts[-1][0] and j >= starts[-1][1]:
+        elif i >= starts[-1][0] and j >= starts[-1][1]:
             starts.append((i, j))
+            previous = i, j
     ends = [*starts[1:], (window.left_end, window.right_end)]
     return [
         Window(i, k, j, m) for (i, j), (k, m) in zip(starts, ends, strict=True) if k > i and m > j
@@ -276,6 +281,14 @@ class Level:
     anchored: bool = False
 
 
+def gaps(window: Window, left: Ints, right: Ints) -> list[Window]:
+    """The stretches between pairs that hold something on both sides."""
+    i = np.concatenate([[window.left - 1], left, [window.left_end]])
+    j = np.concatenate([[window.right - 1], right, [window.right_end]])
+    open_ = np.flatnonzero((np.diff(i) > 1) & (np.diff(j) > 1))
+    return [Window(int(i[k]) + 1, int(i[k + 1]), int(j[k]) + 1, int(j[k + 1])) for k in open_]
+
+
 @dataclass(frozen=True, slots=True)
 class Refined:
     """Pairs by left position, and the number of the level that gave each."""
@@ -284,6 +297,17 @@ class Refined:
     right: Ints
     level: Ints
     cut_short: tuple[int, int] | None
+
+    def beside(self, left: Ints, right: Ints) -> Refined:
+        """These pairs and others that were known before, which count as of the strictest level."""
+        order = np.argsort(np.concatenate([left, self.left]), kind="stable")
+        level = np.concatenate([np.zeros(len(left), np.int64), self.level])
+        return Refined(
+            np.concatenate([left, self.left])[order],
+            np.concatenate([right, self.right])[order],
+            level[order],
+            self.cut_short,
+        )
 
 
 def refine(
@@ -317,7 +341,7 @@ def refine(
             lefts.append(i + window.left)
             rights.append(j + window.right)
             numbers.append(np.full(len(i), number, np.int64))
-            rest += _gaps(window, lefts[-1], rights[-1])
+            rest += gaps(window, lefts[-1], rights[-1])
             if found.cut_short:
                 cut_short = max(cut_short or (0, 0), found.cut_short)
         windows = sorted(rest, key=lambda w: w.left)
@@ -345,11 +369,3 @@ def _with_common_words(level: Level, windows: list[Window]) -> list[bool]:
     common = keys[0][1][np.isin(keys[0][0], keys[1][0])]
     found: list[bool] = (np.bincount(common, minlength=len(windows)) > 0).tolist()
     return found
-
-
-def _gaps(window: Window, left: Ints, right: Ints) -> list[Window]:
-    """The stretches between pairs that hold something on both sides."""
-    i = np.concatenate([[window.left - 1], left, [window.left_end]])
-    j = np.concatenate([[window.right - 1], right, [window.right_end]])
-    open_ = np.flatnonzero((np.diff(i) > 1) & (np.diff(j) > 1))
-    return [Window(int(i[k]) + 1, int(i[k + 1]), int(j[k]) + 1, int(j[k + 1])) for k in open_]
