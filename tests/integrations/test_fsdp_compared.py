@@ -225,6 +225,27 @@ def test_gradients_that_are_never_zeroed_are_told(folder, wrapped, good, swapped
     )
 
 
+@pytest.mark.parametrize("wrapped", ["fsdp1", "fsdp2"])
+@pytest.mark.parametrize("good", ["plain", "sharded"])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_step_that_one_rank_leaves_out_is_told_with_that_rank(folder, wrapped, good, swapped):
+    runs = folder / f"{'plain' if good == 'plain' else wrapped}-adam", folder / f"{wrapped}-skipped"
+    found = opdrift.diff(*(runs[::-1] if swapped else runs))
+    one, other = ("right", "left") if swapped else ("left", "right")
+
+    assert found.causes[0].summary.startswith(
+        f"in the {other} run, rank 1 makes no optimizer step where AdamW.step number 2 is in the {one} run"
+    )
+
+
+@pytest.mark.parametrize("wrapped", ["fsdp1", "fsdp2"])
+def test_a_step_that_one_rank_leaves_out_shows_in_the_run_alone(folder, wrapped):
+    ranks = [opdrift.load(folder / f"{wrapped}-skipped", rank=rank) for rank in (0, 1)]
+    found = [each.cause.summary for each in findings(ranks) if each.kind == "update"]
+
+    assert found == ["rank 1 makes no optimizer step where rank 0 makes AdamW.step number 2"]
+
+
 def test_gradients_that_are_reduced_in_another_type_are_the_rounding_of_that_type(folder):
     found = opdrift.diff(folder / "plain", folder / "fsdp2-reduced")
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 
@@ -11,6 +14,9 @@ from opdrift.records import Diagnosis, Sides
 from opdrift.testing import Builder, collective
 from opdrift.tracefile.reader import Trace
 
+#: By which every optimizer of torch tells a profiler of its steps.
+ENTER = "profiler._record_function_enter_new.default"
+EXIT = "profiler._record_function_exit._RecordFunction"
 NAMES = ("a.weight", "b.bias")
 WHOLE = np.linspace(1, 2, 16, dtype="<f4")
 GRADIENT = np.linspace(3, 4, 16, dtype="<f4")
@@ -25,6 +31,9 @@ def rank(
     left_out: bool = False,
     evaluates: bool = False,
     early: bool = False,
+    told: bool = False,
+    probes: bool = False,
+    idle: bool = False,
 ) -> Trace:
     """A rank that holds half of two parameters, and two steps of SGD on its half.
 
@@ -36,6 +45,9 @@ def rank(
         left_out: The second step is left out.
         evaluates: It computes a metric of its own, outside of modules.
         early: Its trace was not closed.
+        told: The optimizer tells a profiler of its steps, as those of torch do.
+        probes: A third step updates a model of its own.
+        idle: It has no data for the second step, and only answers the other's collectives.
     """
     build = Builder(rank=number, complete=not early)
     half = slice(8 * number, 8 * number + 8)
@@ -48,29 +60,49 @@ def rank(
             parameters=[[name, 0, [16]]],
         )  # fmt: skip
         held[name] = build.leaf(name, kind="shard", when="gather", content=content[name])
+
+    @contextmanager
+    def optimizing(really: bool) -> Iterator[None]:
+        if really:
+            build.op(ENTER, settings={"name": "Optimizer.step#SGD.step"})
+        yield
+        if really:
+            build.op(EXIT)
+
     for step in range(2):
         grads = {}
         for name in NAMES:
             used = collective(build, "all_gather", held[name], result=WHOLE)
             with build.scope(name[0]):
                 y = build.op("mul", x, used)
-            grad = build.op("neg", y, phase="backward", content=GRADIENT)
+            resting = idle and step
+            phase = "forward" if resting else "backward"
+            grad = build.op("neg", y, phase=phase, content=GRADIENT)
             grads[name] = collective(
                 build, "reduce_scatter", grad, result=2 * GRADIENT[half], reduction="SUM"
             )
-        for name, grad in grads.items():
-            mine = bool(step) and only in ("", name)
-            if mine and left_out:
-                continue
-            if mine and scaled is not None:
-                settings = {"other": scaled}
-                grad = build.op("mul_", grad, settings=settings, content=scaled * GRADIENT[half])
-            settings = {"alpha": -(rate if mine else 0.1)}
-            held[name] = build.op(
-                "add_", held[name], grad, settings=settings, content=content[name]
-            )
+        leaves_out = bool(step) and (left_out or idle)
+        with optimizing(told and not leaves_out):
+            for name, grad in grads.items():
+                mine = bool(step) and only in ("", name)
+                if leaves_out and only in ("", name):
+                    continue
+                if mine and scaled is not None:
+                    settings = {"other": scaled}
+                    grad = build.op(
+                        "mul_", grad, settings=settings, content=scaled * GRADIENT[half]
+                    )
+                settings = {"alpha": -(rate if mine else 0.1)}
+                held[name] = build.op(
+                    "add_", held[name], grad, settings=settings, content=content[name]
+                )
         if evaluates:
             build.op("mul", y, settings={"other": 3.0})
+    if probes:
+        weight = build.leaf("probe.weight", content=WHOLE)
+        slope = build.op("neg", weight, phase="backward", content=GRADIENT)
+        with optimizing(told):
+            build.op("add_", weight, slope, settings={"alpha": -0.1}, content=WHOLE)
     build.output(build.op("relu", y))
     return build.build(f"run.trace/rank-{number:05d}")
 
@@ -120,6 +152,27 @@ def test_a_step_that_one_rank_leaves_out_is_told():
     assert first.cause.summary == (
         "rank 1 leaves out aten.add_.default (alpha: -0.1), by which rank 0 changes a.weight, b.bias"
     )
+
+
+@pytest.mark.parametrize("lacking", [0, 1])
+def test_a_step_of_an_optimizer_that_one_rank_leaves_out_is_told_as_such(lacking):
+    """Once, and not as what each op of it would have changed."""
+    ranks = [rank(number, told=True, left_out=number == lacking) for number in (0, 1)]
+    found = diagnose_world(ranks)
+    told = [each for each in findings(ranks) if each.kind == "update"]
+
+    assert [cause.summary for cause in found.causes] == [
+        f"rank {lacking} makes no optimizer step where rank {1 - lacking} makes SGD.step number 2"
+    ]
+    assert "it updates a.weight, b.bias" in found.causes[0].evidence
+    assert [each.cause for each in told] == list(found.causes)
+
+
+@pytest.mark.parametrize("other", ["probes", "idle"])
+def test_a_rank_with_a_model_of_its_own_or_with_no_more_data_leaves_no_step_out(other):
+    found = findings([rank(0, told=True), rank(1, told=True, **{other: True})])
+
+    assert not [each for each in found if "optimizer step" in each.cause.summary]
 
 
 def test_it_is_a_finding_of_the_run_on_the_rank_that_does_otherwise():

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from recordings import recording
 from torch import nn
 
+from opdrift.diagnose.answer import diagnose
 from opdrift.steps import Steps
 from opdrift.testing import Builder
+from opdrift.tracefile.reader import Trace
 
 ENTER = "profiler._record_function_enter_new.default"
 EXIT = "profiler._record_function_exit._RecordFunction"
@@ -54,3 +57,54 @@ def test_a_program_s_own_marks_go_before_what_is_counted():
     trace = build.build()
 
     assert Steps(trace).known_at(int(trace.ops.seq[-1])) == 7
+
+
+# ---- steps that one run leaves out -------------------------------------------------------------------------
+
+
+def trained(steps: int = 3, *, without: int | None = None, optimizer: str = "AdamW") -> Trace:
+    """So many backward passes, each followed by a step of the optimizer, but for one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    made = getattr(torch.optim, optimizer)(model.parameters(), lr=0.05)
+    inputs = torch.randn(steps, 4, 8)
+    with recording(model=model) as run:
+        for number in range(steps):
+            made.zero_grad()
+            model(inputs[number]).square().mean().backward()
+            if number != without:
+                made.step()
+    return run.trace
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+@pytest.mark.parametrize("without", [0, 1, 2])
+def test_a_step_of_the_optimizer_that_one_run_leaves_out_is_the_cause(without, optimizer, swapped):
+    """Whatever the later steps, which are then paired with others, look like; the last one shows in the weights alone."""
+    runs = trained(optimizer=optimizer), trained(without=without, optimizer=optimizer)
+    found = diagnose(*(runs[::-1] if swapped else runs))
+    one, other = ("right", "left") if swapped else ("left", "right")
+
+    first = found.first
+    assert first is not None
+    assert (first.cause.slug, first.cause.confidence) == ("structure", "certain")
+    assert first.cause.summary.startswith(
+        f"in the {other} run, the program makes no optimizer step where {optimizer}.step number {without + 1} is in the {one}"
+    )
+    assert [c.slug for c in found.causes if c.confidence == "certain"] == ["structure"]
+
+
+def test_a_run_that_makes_one_backward_pass_less_leaves_no_step_out():
+    """It has other calls of the model, and what follows from them."""
+    found = diagnose(trained(3), trained(2))
+
+    assert found.first is not None
+    assert "optimizer step" not in found.first.cause.summary
+
+
+def test_other_numbers_of_each_step_are_no_step_left_out():
+    found = diagnose(trained(optimizer="AdamW"), trained(optimizer="Adam"))
+
+    assert found.first is not None
+    assert "no optimizer step" not in found.first.cause.summary

@@ -47,11 +47,14 @@ class Gradients:
 
     Args:
         contents: Columns over its values.
+
+    Attributes:
+        trace: That trace.
     """
 
     def __init__(self, contents: Contents) -> None:
         self._contents = contents
-        self._trace: Trace = contents.trace
+        self.trace: Trace = contents.trace
 
     def of(self, values: Iterable[int]) -> Updated | None:
         """What values are to an optimizer; None if none of them is known to update a parameter."""
@@ -70,7 +73,7 @@ class Gradients:
 
         What one pass adds up, it made itself: no forward pass lies between.
         """
-        inputs = self._trace.ops.inputs[op].tolist()
+        inputs = self.trace.ops.inputs[op].tolist()
         if operator(self._name(op)) not in ADDING or not len(inputs) > 1:
             return None
         there, added = map(self._writer, inputs[:2])
@@ -84,7 +87,7 @@ class Gradients:
         states = self._contents.states
         state = int(states.of[value])
         while (writer := int(states.writer[state])) >= 0:
-            outputs = self._trace.ops.outputs[writer].tolist()
+            outputs = self.trace.ops.outputs[writer].tolist()
             written = [v for v in outputs if int(states.of[v]) == state]
             earlier = int(states.before[state])
             if earlier < 0 or not written or any(self._overlap(v, value) for v in written):
@@ -95,7 +98,7 @@ class Gradients:
     @cached_property
     def _forward_before(self) -> Ints:
         """The last op of a forward pass before each op; -1 before the first."""
-        ops = self._trace.ops
+        ops = self.trace.ops
         is_forward = (ops.call != 0) & (ops.phase != _BACKWARD)
         found: Ints = np.maximum.accumulate(np.where(is_forward, np.arange(len(ops)), -1))
         return found
@@ -130,7 +133,7 @@ class Gradients:
     def _readers(self, value: int) -> Iterator[tuple[int, int]]:
         """Ops that read a part of what a value holds, and at which of their inputs, until it is written over."""
         states, places = self._reads
-        inputs, counted = self._trace.ops.inputs, self._contents.counted
+        inputs, counted = self.trace.ops.inputs, self._contents.counted
         state = int(self._contents.states.of[value])
         while state >= 0:
             first, last = np.searchsorted(states, np.array([state, state + 1]))
@@ -150,7 +153,7 @@ class Gradients:
         if writer < 0:
             return -1
         of = self._contents.states.of
-        written = (v for v in self._trace.ops.outputs[writer].tolist() if int(of[v]) == after)
+        written = (v for v in self.trace.ops.outputs[writer].tolist() if int(of[v]) == after)
         return -1 if any(self._overlap(v, value) for v in written) else after
 
     @cached_property
@@ -165,14 +168,14 @@ class Gradients:
     @cached_property
     def _reads(self) -> tuple[Ints, Ints]:
         """The state of each input of each op, sorted, and its place among all inputs."""
-        of = self._contents.states.of[self._trace.ops.inputs.values]
+        of = self._contents.states.of[self.trace.ops.inputs.values]
         order = np.argsort(of, kind="stable")
         return of[order], order
 
     def _goes_on(self, op: int, position: int) -> Sequence[int]:
         """What an op hands on of one of its inputs, if it is a part of a reduction or of an optimizer's step."""
-        ops = self._trace.ops
-        info = self._trace.op_info(int(ops.signature[op]))
+        ops = self.trace.ops
+        info = self.trace.op_info(int(ops.signature[op]))
         outputs: list[int] = ops.outputs[op].tolist()
         if not outputs or (
             int(ops.call[op]) and not ops.phase[op] and not is_collective(info.name)
@@ -194,7 +197,7 @@ class Gradients:
 
     def _is_gradient(self, value: int) -> bool:
         """Whether what a value holds was written by a backward pass, or is a copy of such in its storage."""
-        states, phase = self._contents.states, self._trace.ops.phase
+        states, phase = self._contents.states, self.trace.ops.phase
         state = int(states.of[value])
         while state >= 0:
             writer = int(states.writer[state])
@@ -204,11 +207,11 @@ class Gradients:
         return False
 
     def _name(self, op: int) -> str:
-        return self._trace.op_info(int(self._trace.ops.signature[op])).name
+        return self.trace.op_info(int(self.trace.ops.signature[op])).name
 
     def _held(self, value: int) -> list[str]:
         """Names of the parameters that a value is, or a part of which it is, whatever they held when they were named."""
-        rows = self._by_storage.get(int(self._trace.values.storage[value]), ())
+        rows = self._by_storage.get(int(self.trace.values.storage[value]), ())
         rows = [row for row in rows if self._overlap(row.value, value)]
         # the parts of several lie in one tensor, which has a name of its own
         parts = [row.name for row in rows if row.kind == "shard"]
@@ -216,15 +219,15 @@ class Gradients:
 
     @cached_property
     def _by_storage(self) -> dict[int, list[Leaf]]:
-        storage = self._trace.values.storage
+        storage = self.trace.values.storage
         found: dict[int, list[Leaf]] = {}
-        for leaf in self._trace.leaves:
+        for leaf in self.trace.leaves:
             if leaf.kind in ("parameter", "shard") and leaf.name:
                 found.setdefault(int(storage[leaf.value]), []).append(leaf)
         return found
 
     def _overlap(self, one: int, other: int) -> bool:
         """Whether two values of one storage have elements in common, as far as the first and last of each tell."""
-        offset, span = self._trace.values.offset, self._contents.layouts.span
+        offset, span = self.trace.values.offset, self._contents.layouts.span
         first, second = int(offset[one]), int(offset[other])
         return first < second + int(span.at(other)) and second < first + int(span.at(one))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
@@ -55,7 +56,7 @@ class Steps:
     @cached_property
     def _ended(self) -> list[int]:
         """The ops with which steps of an optimizer ended."""
-        return list(_ends_of_steps(self._trace))
+        return [step.end for step in _optimizer_steps(self._trace)]
 
     def between(self, seqs: Ints, first: int, last: int) -> npt.NDArray[np.bool_]:
         """Which of these ops are of the steps from `first` to `last`, both included."""
@@ -65,21 +66,44 @@ class Steps:
         return found
 
 
-def _ends_of_steps(trace: Trace) -> Iterator[int]:
-    """The ops that end what a step of an optimizer began; such stretches lie within each other, on each thread."""
+@dataclass(frozen=True, slots=True)
+class OptimizerStep:
+    """One step of an optimizer.
+
+    Attributes:
+        optimizer: The name of its class.
+        begin: The number of the op that began it.
+        end: Of the one that ended it.
+    """
+
+    optimizer: str
+    begin: int
+    end: int
+
+
+def optimizer_steps(trace: Trace) -> list[OptimizerStep]:
+    """The steps of optimizers, by their beginnings: torch tells a profiler of each."""
+    return sorted(_optimizer_steps(trace), key=lambda step: step.begin)
+
+
+def _optimizer_steps(trace: Trace) -> Iterator[OptimizerStep]:
+    """The same in the order in which they ended; such stretches lie within each other, on each thread."""
     used = np.flatnonzero(np.bincount(trace.ops.signature))
     names = {number: trace.op_info(number).name for number in used.tolist()}
     told = np.isin(trace.ops.signature, [n for n, name in names.items() if name in (_ENTER, _EXIT)])
-    begun: dict[int, list[bool]] = {}
+    begun: dict[int, list[tuple[str | None, int]]] = {}
     for index in np.flatnonzero(told).tolist():
-        number = int(trace.ops.signature[index])
+        number, seq = int(trace.ops.signature[index]), int(trace.ops.seq[index])
         stretches = begun.setdefault(int(trace.ops.thread[index]), [])
         if names[number] == _ENTER:
-            stretches.append(_is_step(trace, number))
-        elif stretches and stretches.pop():
-            yield int(trace.ops.seq[index])
+            stretches.append((_optimizer(trace, number), seq))
+        elif stretches:
+            optimizer, begin = stretches.pop()
+            if optimizer is not None:
+                yield OptimizerStep(optimizer, begin, seq)
 
 
-def _is_step(trace: Trace, signature: int) -> bool:
-    arguments = dict(trace.signature(signature).arguments)
-    return str(arguments.get("name", "")).startswith(_STEP)
+def _optimizer(trace: Trace, signature: int) -> str | None:
+    """The class of the optimizer whose step a stretch is; None of other stretches."""
+    name = str(dict(trace.signature(signature).arguments).get("name", ""))
+    return name.removeprefix(_STEP).removesuffix(".step") if name.startswith(_STEP) else None

@@ -34,6 +34,7 @@ from opdrift.causes import (
     randomness,
     sharded,
     splitproducts,
+    stepsleftout,
     structure,
     unseen,
 )
@@ -69,6 +70,7 @@ CAUSES: Final[dict[str, Callable[[Evidence], Cause | None]]] = {
     "weights-exchanged": exchanged.weights_exchanged,
     # what a run did not come to is no mask, padding or cache that it lacks
     "raised": structure.raised,
+    "structure-left-out": stepsleftout.step_left_out,
     "mask-written": masking.mask_written,
     "dtype-of-gradient": gradients.gradient_narrowed,
     "structure-of-gradient": gradients.gradient_changed,

@@ -9,8 +9,11 @@ import numpy as np
 
 from opdrift.case import Side
 from opdrift.causes.evidence import Evidence, cause, scope, some
+from opdrift.causes.optimizers import in_words, scope_of
+from opdrift.causes.stepsleftout import is_of_step_left_out
 from opdrift.causes.unseen import maker_of, output_words
 from opdrift.compare import describe, number
+from opdrift.origins.updates import step_of
 from opdrift.records import READ_UNINITIALISED, Cause, Leaf
 from opdrift.sizes import measure
 from opdrift.tracefile.fingerprints import Fingerprint
@@ -214,28 +217,40 @@ def inplace(e: Evidence) -> Cause | None:
 def _written(e: Evidence) -> Cause | None:
     found = e.any_op
     leaf = e.origin.leaf.left or e.origin.leaf.right
-    if found is None or is_optimised(e, leaf):
+    if found is None or is_optimised(e, leaf) or is_of_step_left_out(e):
         return None
     name, side, writer = found
     number_ = 0 if name == "left" else 1
     if _is_part_of_more(e, number_, writer):
         return None
     reader = (e.consumer().left, e.consumer().right)[number_]
+    names = () if leaf is not None else _parts_written(side, writer)
+    what = leaf.name if leaf is not None else some(names) if names else "a tensor"
     evidence = [
         f"{name}: {side.place(writer)} wrote into it",
         f"{name}: {side.place(reader)} reads it afterwards" if reader is not None else "",
         f"the other run reads the same tensor as it was before that write{_partner(e, number_, writer)}",
         f"it is {leaf.name}" if leaf is not None else "",
+        f"it is this rank's part of {what}" if names else "",
     ]
     return cause(
         "inplace",
         "certain",
-        f"{side.name(writer)} in {scope(side.module(writer))} changes {leaf.name if leaf is not None else 'a tensor'},"
+        f"{in_words(side, writer, step_of(side, writer))} in {scope_of(side, writer)} changes {what},"
         f" which is still used, in the {name} run only",
         evidence,
-        "Use the op that returns a new tensor (x = x.add(y) instead of x.add_(y), x = x * y instead of x *= y), or"
+        "Let only the optimizer change a parameter, and equally often in both runs and on all ranks: look at the line that"
+        " wrote it."
+        if names
+        else "Use the op that returns a new tensor (x = x.add(y) instead of x.add_(y), x = x * y instead of x *= y), or"
         " clone() the tensor first.",
     )
+
+
+def _parts_written(side: Side, writer: int) -> tuple[str, ...]:
+    """The parameters of which an op writes this rank's parts."""
+    updated = side.gradients.of(side.trace.ops.outputs[writer].tolist())
+    return updated.names if updated is not None and updated.role == "parameter" else ()
 
 
 def is_optimised(e: Evidence, leaf: Leaf | None) -> bool:

@@ -51,10 +51,12 @@ from opdrift.world.findings import (
     end_findings,
     follows_from_an_end,
     grouped,
+    is_of_left_out,
     loads_apart,
     odd_ones,
     unmet,
 )
+from opdrift.world.leftout import RankLeftOut, of_rank_left_out, ranks_left_out
 from opdrift.world.loads import LoadedDifferently
 from opdrift.world.messages import Message, disagreements
 from opdrift.world.one_run import of_another_run
@@ -228,8 +230,12 @@ class _Check:
         yield from self._messages()
         for mode in other_modes(self.world, self._replicas):
             yield self._of_mode(mode)
+        left_out = list(ranks_left_out(self.world, self._replicas))
+        for step in left_out:
+            yield self._of_left_out(step)
         for update in unlike_updates(self.world):
-            yield self._of_update(update)
+            if not is_of_left_out(self.world, update, left_out):
+                yield self._of_update(update)
         for finding in gathered:
             yield self._of_gather(finding)
 
@@ -358,6 +364,24 @@ class _Check:
         )
         rank = found.usual if ops.right is None else odd
         return _Placed(divergence, self._order(rank, one.seq), Sides(found.usual, odd))
+
+    def _of_left_out(self, found: RankLeftOut) -> _Placed:
+        ranks = Sides(found.usual, found.odd[0])
+        seqs = Sides(
+            *(found.step.begin if r == found.maker else None for r in (ranks.left, ranks.right))
+        )
+        op = found.op
+        divergence = between_ranks(
+            "structure",
+            of_rank_left_out(found),
+            Sides(tuple(r for r in found.totals if r not in found.odd), found.odd),
+            op=op.name if op is not None else None,
+            module="",
+            source=str(op.source) if op is not None and op.source is not None else None,
+            outside=True,
+            seq=seqs,
+        )
+        return _Placed(divergence, self._order(found.maker, found.step.begin), ranks)
 
     def _first_op(self, rank: int, call: int) -> int | None:
         """The first op in a module call."""

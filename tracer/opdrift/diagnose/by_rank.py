@@ -8,7 +8,7 @@ from dataclasses import replace
 from opdrift.diagnose import one_process
 from opdrift.diagnose.ended import Compare, Endings
 from opdrift.errors import IncomparableTracesError
-from opdrift.records import RANK_ENDED, Cause, Diagnosis, Divergence
+from opdrift.records import RANK_ENDED, Cause, Confidence, Diagnosis, Divergence
 from opdrift.tracefile.reader import Trace
 from opdrift.wording import counted, listed
 from opdrift.world.causes import READ_LATE, of_wrong_message
@@ -16,6 +16,7 @@ from opdrift.world.parts import Gathered
 from opdrift.world.received import Arrived, Exchanges, Received
 
 _WEIGHT = {"diverged": 0, "rounding": 1, "identical": 2}
+_SURE: Mapping[Confidence, int] = {"certain": 0, "likely": 1, "possible": 2}
 SLUG = "other-rank"
 
 
@@ -63,7 +64,7 @@ def of_ranks(
             told[rank] = unfinished
     open_ended = {rank: error for rank, error in failed.items() if rank not in told}
 
-    def place(rank: int) -> tuple[int, bool, int, int, int, bool, float, int]:
+    def place(rank: int) -> tuple[int, bool, int, int, int, bool, int, float, int]:
         one = told[rank]
         first = one.first
         seq = first.seq.left if first is not None and first.seq.left is not None else float("inf")
@@ -71,11 +72,12 @@ def of_ranks(
         leaf = 0 if first is not None and first.kind == "leaf" else 1
         # of two ranks at one place, the one that shows what was done
         vague = first is not None and first.cause.slug == "structure"
+        sure = _SURE[first.cause.confidence] if first is not None and vague else 0
         # what differs before a run ended, on whatever rank, is more than that it ended
         end = 0
         if first is not None and first.cause.slug == RANK_ENDED:
             end = 1 if endings.is_of(rank, first.cause) else 2
-        return _WEIGHT[one.verdict], rank in handed, end, before, leaf, vague, seq, rank
+        return _WEIGHT[one.verdict], rank in handed, end, before, leaf, vague, sure, seq, rank
 
     best = min(told, key=place, default=None)
     if best is None or (open_ended and told[best].verdict == "identical"):

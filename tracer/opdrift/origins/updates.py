@@ -185,11 +185,12 @@ def _update(side: Side, name: str, region: tuple[int, ...]) -> Update:
         if not any(int(states.of[v]) in needed or own.overlaps(side, v) for v in written):
             continue
         found.append(op)
-        # a factor that all gradients are multiplied with is made of all of them
+        # a factor that all gradients are multiplied with is made of all of them; a part may be one element
+        shapes = {side.trace.meta(v).shape for v in written} - {()}
         needed.update(
             int(states.of[v])
             for v in ops.inputs[op].tolist()
-            if math.prod(side.trace.meta(v).shape) > 1
+            if math.prod(side.trace.meta(v).shape) > 1 or side.trace.meta(v).shape in shapes
         )
     return Update(tuple(reversed(found)), own.alone)
 
@@ -215,7 +216,11 @@ class _Held:
 
 
 def _held(side: Side, name: str) -> _Held:
-    parts = [leaf for leaf in side.trace.leaves if leaf.name == name and leaf.kind == "shard"]
+    parts = [
+        leaf
+        for leaf in side.trace.leaves
+        if leaf.name == name and leaf.kind == "shard" and 0 not in side.trace.meta(leaf.value).shape
+    ]
     if parts or name in sharding(side.trace):
         return _Held(frozenset(_place(side, leaf.value) for leaf in parts), bool(parts))
     rows = side.leaves.by_name.get(name, ())

@@ -24,6 +24,7 @@ from opdrift.world.collectives import Collective, Disagreement, World
 from opdrift.world.declared import DeclaredAlike, Unequal, is_told_before, of_unequal
 from opdrift.world.ends import End, ends, first_ends
 from opdrift.world.handed import given
+from opdrift.world.leftout import RankLeftOut, of_rank_left_out, ranks_left_out
 from opdrift.world.loads import LoadedDifferently, loaded_differently
 from opdrift.world.messages import Message, disagreements
 from opdrift.world.passed import wrong_messages
@@ -70,8 +71,12 @@ def _contents(world: World, gathered: Sequence[Finding]) -> Iterator[Finding]:
     ]
     for group in grouped(splits):
         yield _split(world, replicas, group)
+    left_out = list(ranks_left_out(world, replicas))
+    for found in left_out:
+        yield _left_out(world, found)
     for update in unlike_updates(world):
-        yield _update(world, update)
+        if not is_of_left_out(world, update, left_out):
+            yield _update(world, update)
     told = {split.replica.name for split in splits}
     for unequal in DeclaredAlike(world, replicas).unequal(told):
         if not is_told_before(unequal, gathered):
@@ -105,6 +110,28 @@ def _update(world: World, found: UnlikeUpdate) -> Finding:
     return replace(
         _finding("update", cause, trace, seq=op.seq, name=name, op=op.name), rank=found.odd[0]
     )
+
+
+def _left_out(world: World, found: RankLeftOut) -> Finding:
+    seq, op = found.step.begin, found.op
+    told = _finding(
+        "update",
+        of_rank_left_out(found),
+        world.traces[found.maker],
+        seq=seq,
+        op=op.name if op is not None else None,
+    )
+    return replace(told, rank=found.odd[0])
+
+
+def is_of_left_out(world: World, update: UnlikeUpdate, left_out: Sequence[RankLeftOut]) -> bool:
+    """Whether what ranks call differently in an update is a part of a step that some of them leave out."""
+    ops = [
+        (rank, int(world.traces[rank].ops.seq[index]))
+        for rank, index in update.ops.items()
+        if index is not None
+    ]
+    return any(all(found.explains(*op) for op in ops) for found in left_out)
 
 
 def another_run(trace: Trace, said: str) -> Finding:
