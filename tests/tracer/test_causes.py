@@ -1338,7 +1338,6 @@ OTHER_RULES = {
     "structure-of-gradient",
     "op-args-gathered",
     "rounding-gathered",
-    "structure-accumulated",
     "structure-gathered",
     "structure-left-out",
     "structure-updated",

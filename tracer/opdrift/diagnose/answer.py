@@ -341,8 +341,6 @@ def _in_portions(
     if isinstance(portions, Settled):
         return weights
     answer = Judged(portions.origin, portions.size, (portions.cause,))
-    if not portions.size.material:
-        return [*weights, answer]
     shared = Shared(case, environment)
     sized = ((o, size_of(case, o, tolerance)) for o in steps_with_other_numbers(case))
     steps = [Judged(o, size, causes_of(Evidence(o, size, shared))) for o, size in islice(sized, 1)]

@@ -8,6 +8,7 @@ the same as well.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,14 +20,15 @@ from opdrift.causes.gradients import updated_at
 from opdrift.compare import difference
 from opdrift.diagnose.portions.results import Results, put_together
 from opdrift.diagnose.portions.split import Split, split_of
-from opdrift.diagnose.portions.step import FirstStep, first_step
+from opdrift.diagnose.portions.step import SAYS_NOTHING, FirstStep, first_step
 from opdrift.diagnose.portions.words import End, cause_of, given_in
 from opdrift.errors import IncomparableTracesError
 from opdrift.origins.model import Origin
 from opdrift.origins.search import Found, called_otherwise
-from opdrift.origins.updates import updated_otherwise
+from opdrift.origins.updates import gathered_parameter, updated_otherwise
 from opdrift.records import Cause, Sides
 from opdrift.sizes import Size, measure
+from opdrift.steps import optimizer_steps
 from opdrift.tracefile.fingerprints import Fingerprint
 from opdrift.tracefile.reader import Trace
 
@@ -80,7 +82,7 @@ def portions_of(
         return _by_results(case, split, fellows)
     row, left, right = step.worst
     op: Sides[int | None] = Sides(int(case.pairing.left[row]), int(case.pairing.right[row]))
-    ends = _ends(case, found, step)
+    ends = _ends(case, found, step) or _last_read(case, step)
     material = not step.agrees or any(end.relative > end.explained for end in ends)
     origin = Origin(
         kind="structure",
@@ -130,6 +132,34 @@ def _ends(case: Case, found: Found, step: FirstStep) -> list[End]:
         for kind, (apart, total, noise) in sums.items()
         if total
     ]
+
+
+def _last_read(case: Case, step: FirstStep) -> list[End]:
+    """What all steps together added to the parameters that no run ends with whole, as far as both read them last.
+
+    Held against how far they moved: of a weight's own size, rounding would explain whole steps.
+    """
+    inputs, pairing = case.compared.inputs, case.pairing
+    done = [each.end for each in optimizer_steps(case.left.trace)]
+    seen: set[str] = set()
+    apart = way = 0.0
+    steps = 1
+    for slot in np.argsort(pairing.left[inputs.pair], kind="stable")[::-1].tolist():
+        values = int(inputs.left[slot]), int(inputs.right[slot])
+        leaf = gathered_parameter(case, *values)
+        if leaf is None or leaf.left is None or leaf.left.name in seen:
+            continue
+        seen.add(leaf.left.name)
+        gap, end = measure(case, *values), case.left.nearest_fingerprint(values[0])
+        if gap is not None and gap.absolute_l2 is not None and end is not None:
+            apart += gap.absolute_l2**2
+            way += _moved(case, leaf.left.name, end) ** 2
+            reader = case.left.seq(int(pairing.left[inputs.pair[slot]]))
+            steps = max(steps, bisect_left(done, reader))
+    explained = step.limit * steps
+    if not way or explained > SAYS_NOTHING:
+        return []
+    return [End("all updates of parameter", math.sqrt(apart / way), explained)]
 
 
 def _moved(case: Case, name: str, end: Fingerprint) -> float:

@@ -31,7 +31,7 @@ _SMALL: Final = 1e-10
 #: An update of which rounding the parameter leaves no more is not asked for a factor.
 _LOST: Final = 0.1
 #: Where rounding explains so much of what is compared, the comparison says nothing: parameters in bfloat16 hide a step's update.
-_SAYS_NOTHING: Final = 0.5
+SAYS_NOTHING: Final = 0.5
 #: A pass through a layer and back.
 _TWICE: Final = 2
 
@@ -284,7 +284,7 @@ def _related(
     limit = _limit(case, unit, len(terms))
     lost = sum(t.lost**2 * t.ssq[0] for t in terms if t.ssq[0])
     limit_of_all = limit + math.sqrt(lost / total)
-    if limit_of_all > _SAYS_NOTHING:
+    if limit_of_all > SAYS_NOTHING:
         return None
     return FirstStep(
         what=what,

@@ -53,7 +53,7 @@ class End:
     """All parameters, or all gradients, that both runs ended with.
 
     Attributes:
-        kind: "parameter" or "gradient".
+        kind: "parameter", "gradient", or what was done to parameters that no run ends with whole, as far as both read them.
         relative: How far they are apart.
         explained: How much of it rounding explains, through the steps of the optimizer.
     """
