@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +16,8 @@ from opdrift.records import Diagnosis, Sides
 from opdrift.render.card import headline
 from opdrift.testing import Builder, collective
 from opdrift.tracefile.reader import Trace
+from opdrift.world.parts import Parts
+from opdrift.world.received import Exchanges
 
 
 def ranks(
@@ -259,6 +262,30 @@ def test_a_rank_that_loaded_other_weights_originates_and_the_others_gather_them(
     )
 
 
+def test_a_rank_of_whose_own_part_nothing_is_known_may_be_the_one_that_gave_another():
+    """Its part has a name and no fingerprint, in both runs: who received what is not claimed."""
+
+    def unread(rank: int, own: str) -> Trace:
+        build = Builder(rank=rank, world_size=2)
+        part = build.leaf("flat", kind="shard", when="gather", shape=(2, 8), content=own)
+        if not rank:
+            part = build.again(part)
+        build.name(part, "fc.weight", kind="shard", when="gather")
+        build.mark(
+            "gather", library="torch_fsdp", unit="fc", nth=1, ranks=[0, 1], rank=rank, layout="each",
+            buffer="fc", parameters=[["fc.weight", 0, [4, 8]]], intact=True,
+        )  # fmt: skip
+        return build.build()
+
+    left, right = ({r: unread(r, own) for r in (0, 1)} for own in ("one", "other"))
+    parts = Parts(left, right)
+    weight = compared(sharded("a", "b"), sharded("a", "other")).origins[0]
+    leaf = replace(weight, kind="leaf", name="fc.weight", members=())
+
+    assert parts.gathered(0, leaf) is None
+    assert parts.gathered(1, leaf) is None
+
+
 def test_of_what_is_gathered_again_only_the_first_counts_as_before_the_first_op():
     """The norm's weight was equal when the run began."""
     one = compared(sharded("a", "b"), sharded("a", "other")).first
@@ -402,6 +429,32 @@ def test_a_collective_that_gives_something_else_is_never_told_as_a_kernel():
     assert found.first is not None
     assert found.first.op == "c10d.allreduce_.default"
     assert "kernel" not in {each.slug for each in found.causes}
+
+
+def test_what_is_read_of_a_collective_behind_a_wait_was_received_from_it():
+    """Functional collectives return at once, and what is read is what `wait_tensor` returns."""
+
+    def run(given: str) -> dict[int, Trace]:
+        traces = {}
+        for rank in (0, 1):
+            build = Builder(rank=rank, world_size=2)
+            x = build.leaf("x", kind="input", shape=(4,), content=given if rank else "own")
+            result = np.full(4, len(given), "<f4")
+            y = collective(build, "all_reduce", x, result=result, reduction="SUM")
+            y = build.op("_c10d_functional.wait_tensor.default", y, content=result)
+            build.output(build.op("relu", y))
+            traces[rank] = build.build(f"run.trace/rank-{rank:05d}")
+        return traces
+
+    left, right = run("this"), run("another")
+    reader = len(left[0].ops)
+    origin = replace(diagnose(left[0], right[0]).origins[0], seq=Sides(reader, reader))
+
+    found = Exchanges(left, right).received(0, origin)
+
+    assert left[0].op(reader - 1).name == "aten.relu.default"
+    assert found is not None
+    assert found.givers == (1,)
 
 
 def test_what_a_collective_left_when_its_peer_was_gone_is_no_result():

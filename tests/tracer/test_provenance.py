@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import opdrift
-from opdrift.provenance import CHAIN_LENGTH, Lineage, Provenance, provenance
+from opdrift.provenance import CHAIN_LENGTH, Lineage, Provenance
 from opdrift.testing import Builder
 from opdrift.tracefile.reader import Trace
 
@@ -29,7 +29,7 @@ def origin(tmp_path: Path) -> Asks:
             recorder.name_tensor(run(), "asked")
         trace = opdrift.load(tmp_path / "t")
         value = next(leaf.value for leaf in reversed(trace.leaves) if leaf.name == "asked")
-        return provenance(trace, value)
+        return Lineage(trace).of(value)
 
     return ask
 
@@ -406,8 +406,8 @@ def test_a_hand_built_hidden_write_is_hidden() -> None:
     y = build.hidden_write(x, "running_mean", content="other")
     build.op("relu", y)
     trace = build.build()
-    assert provenance(trace, x).kind == "leaf"
-    assert provenance(trace, y).kind == "hidden"
+    assert Lineage(trace).of(x).kind == "leaf"
+    assert Lineage(trace).of(y).kind == "hidden"
 
 
 # ---- many -----------------------------------------------------------------------------------------------------------
@@ -433,6 +433,6 @@ def test_what_another_rank_scattered_is_no_unwritten_memory() -> None:
     build = Builder(rank=1, world_size=2)
     shard = build.op("c10d.scatter_", build.op("empty_like"))
 
-    found = provenance(build.build(), shard)
+    found = Lineage(build.build()).of(shard)
 
     assert (found.kind, found.op) == ("computed", "c10d.scatter_.default")

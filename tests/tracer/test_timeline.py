@@ -292,6 +292,22 @@ def test_a_parameter_that_the_first_rank_does_not_have_is_looked_at_too():
     assert (found.name, found.rank, found.cause.slug) == ("fc.weight", 2, "weights")
 
 
+def test_a_parameter_that_an_op_made_and_nothing_wrote_into_is_looked_at_too():
+    """A new tensor took the parameter's place: `nn.Parameter(state["fc.weight"].clone())`."""
+
+    def rank(number: int) -> Trace:
+        build = Builder(rank=number)
+        file = build.leaf("", kind="constant", when="use", content="file", shape=(4, 8))
+        w = build.op("rand", shape=(4, 8)) if number else build.op("clone", file)
+        build.mark("model", sharded=["fc.weight"])
+        build.name(w, "fc.weight")
+        return build.build()
+
+    (found,) = findings([rank(0), rank(1)])
+
+    assert found.cause.summary == "fc.weight was loaded on rank 0 and never on rank 1"
+
+
 @pytest.mark.parametrize("load", [True, False])
 def test_ranks_that_came_the_same_way_are_no_finding(load: bool):
     assert findings([rank_with(0, load=load), rank_with(1, load=load)]) == ()

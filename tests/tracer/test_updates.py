@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from opdrift.case import build_case
 from opdrift.diagnose.answer import diagnose
-from opdrift.records import Diagnosis
+from opdrift.origins.updates import Update, unlike_updates
+from opdrift.records import Diagnosis, Sides
 from opdrift.testing import Builder, collective
 from opdrift.tracefile.reader import Trace
 
@@ -218,6 +220,28 @@ def test_gradients_that_one_run_does_not_zero_are_told_of_a_sharded_parameter(sw
         f"in the {one} run, a backward pass adds to the gradient of a.weight what an earlier one left there; in the {other}"
         " run it starts from nothing",
     )
+
+
+def test_a_run_that_took_more_steps_since_both_were_equal_has_no_op_of_its_own():
+    """Each step calls the same; only what is called at other rates than the steps is one run's alone."""
+
+    def steps(number: int, *, clamped: bool = False) -> Trace:
+        build = Builder()
+        held, gradient = build.leaf("w", content=WHOLE), build.leaf("g", content=GRADIENT)
+        for _ in range(number):
+            held = build.op("add_", held, gradient, settings={"alpha": -0.5})
+            held = build.op("clamp_", held) if clamped else held
+        build.output(held)
+        return build.build()
+
+    def only(left: Trace, right: Trace) -> list[set[str]]:
+        case = build_case(left, right, [])
+        ops = (Update(tuple(range(len(trace.ops))), alone=True) for trace in (left, right))
+        found = unlike_updates(case, Sides(*ops)).only
+        return [{step.name for step in side} for side in (found.left, found.right)]
+
+    assert only(steps(4), steps(2)) == [set(), set()]
+    assert only(steps(2), steps(4, clamped=True)) == [set(), {"clamp"}]
 
 
 def test_a_gradient_that_both_runs_keep_is_no_difference():

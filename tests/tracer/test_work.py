@@ -85,6 +85,26 @@ def test_ranks_that_had_the_same_data_are_named_in_a_note():
     assert findings(traces) == ()
 
 
+@pytest.mark.parametrize(
+    ("second", "notes"), [(vector(5), 1), (np.zeros(64, np.float32), 0), (vector(8), 0)]
+)
+def test_ranks_of_which_one_gave_something_else_even_once_had_data_of_their_own(
+    second: np.ndarray, notes: int
+):
+    """Also nothing but zeros, where the other gave numbers: one that had no work left."""
+
+    def rank(content: np.ndarray) -> Callable[[Builder], None]:
+        def body(build: Builder) -> None:
+            trained(True)(build)
+            x = build.leaf("x", kind="input", content=content)
+            collective(build, "all_reduce", x, result=vector(6), reduction="another")
+
+        return body
+
+    assert len(notes_of_work(world(rank(vector(5)), rank(second)))) == notes
+    assert len(notes_of_work(world(rank(second), rank(vector(5))))) == notes
+
+
 def test_ranks_with_data_of_their_own_or_with_constants_get_no_note():
     """What is one number throughout is equal by itself."""
 

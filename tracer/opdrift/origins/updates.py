@@ -146,7 +146,11 @@ class Unlike:
 
 def unlike(case: Case, origin: Origin) -> Unlike:
     """How the updates of a parameter differ in what is called."""
-    updates = updates_of(case, origin)
+    return unlike_updates(case, updates_of(case, origin))
+
+
+def unlike_updates(case: Case, updates: Sides[Update]) -> Unlike:
+    """How two updates differ in what is called."""
     steps = updates.left.steps(case.left), updates.right.steps(case.right)
     alone = updates.left.alone and updates.right.alone
     times = _times(steps[0]), _times(steps[1])

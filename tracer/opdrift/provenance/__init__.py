@@ -418,11 +418,6 @@ class Lineage:
         return int(text[5:].split(",")[0])
 
 
-def provenance(trace: Trace, value: int) -> Provenance:
-    """How the content of one value came to be; for many values of a trace keep one `Lineage`."""
-    return Lineage(trace).of(value)
-
-
 def _ends(indices: list[int]) -> list[int]:
     """A chain cut to its newest writers and the first one."""
     if len(indices) <= CHAIN_LENGTH:

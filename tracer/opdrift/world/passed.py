@@ -94,8 +94,7 @@ def _wrong(wanted: Mapping[int, Content | None], pieces: Sequence[Handed | None]
     whole = _at(pieces, 0)
     if len(pieces) != 1 or whole is None or not known or len(known) < len(wanted):
         return []
-    full = [part for part in known if part.n]
-    if composition.is_gathered(whole.digest, full or known):
+    if composition.is_gathered(whole.digest, known):
         return []
     return list(wanted)
 

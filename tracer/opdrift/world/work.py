@@ -111,10 +111,22 @@ def same_work(world: World) -> Iterator[str]:
 def _are_equal(world: World, meeting: Meeting) -> bool | None:
     """Whether all ranks gave the same; None where that is not known, or where it tells nothing: one number throughout."""
     parts = [given(world, part) for part in meeting.members.values()]
-    known = [[each.key for each in mine if each is not None and _tells(each)] for mine in parts]
-    if not known[0] or any(len(keys) != len(parts[0]) for keys in known):
+    if any(len(mine) != len(parts[0]) for mine in parts):
         return None
-    return all(keys == known[0] for keys in known)
+    found = [_is_same(tensor) for tensor in zip(*parts, strict=True)]
+    if False in found:
+        return False
+    return None if None in found or not found else True
+
+
+def _is_same(given_by_ranks: Sequence[Handed | None]) -> bool | None:
+    """The same of one tensor."""
+    known = [each for each in given_by_ranks if each is not None]
+    if not any(map(_tells, known)):
+        return None
+    if any(each.key != known[0].key for each in known):
+        return False
+    return True if len(known) == len(given_by_ranks) else None
 
 
 def _tells(handed: Handed) -> bool:
