@@ -40,7 +40,7 @@ LAYERS: tuple[tuple[int, str, str], ...] = (
     (
         3,
         READING,
-        "bounds case compare copies extracalls flow gradients leaves matches modelsettings openmasks orders pairs parts picks provenance races regionresults replacements samples settings sinks starts steps timeline unfollowed",
+        "bounds case compare copies extracalls fetched flow gradients leaves matches modelsettings openmasks orders pairs parts picks provenance races regionresults replacements samples settings sinks starts steps timeline unfollowed",
     ),
     (
         4,

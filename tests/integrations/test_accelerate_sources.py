@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from accelerate import init_empty_weights, load_checkpoint_and_dispatch
 from offloading import X, in_memory, on_disk, only, recorded, said, said_of
 from torch import nn
 
@@ -108,3 +109,74 @@ def test_new_weights_that_nobody_saw_being_made_are_possibly_one(tmp_path):
 
     assert (finding.name, finding.cause.confidence) == ("first.weight", "possible")
     assert "If the program gave the model these weights, all is right" in finding.cause.try_
+
+
+def loaded_from(tmp_path: Path, state: dict[str, torch.Tensor], name: str) -> Path:
+    """The trace of a model that accelerate loads from a checkpoint and spreads over memory and a folder."""
+    torch.save(state, tmp_path / f"{name}.pt")
+    with opdrift.record(tmp_path / name), torch.no_grad():
+        with init_empty_weights():
+            model = Twice()
+        spread = load_checkpoint_and_dispatch(
+            model,
+            str(tmp_path / f"{name}.pt"),
+            device_map={"first": "cpu", "second": "disk"},
+            offload_folder=tmp_path / f"{name}-weights",
+        )
+        spread(X)
+    return tmp_path / name
+
+
+def weights(factor: float) -> dict[str, torch.Tensor]:
+    drawn = torch.Generator().manual_seed(int(factor))
+    return {name: torch.randn(t.shape, generator=drawn) for name, t in Twice().state_dict().items()}
+
+
+def test_two_checkpoints_that_accelerate_loads_are_no_missing_load(tmp_path):
+    """And the same checkpoint twice is no difference."""
+    one, other = loaded_from(tmp_path, weights(1), "one"), loaded_from(tmp_path, weights(2), "two")
+
+    found = opdrift.diff(one, other)
+
+    assert found.first is not None
+    assert found.first.cause.summary == (
+        "4 of 4 tensors of the model differ before the first op; both runs loaded them, each from something else"
+    )
+    assert (
+        "both: accelerate brought first.weight in as it loaded a checkpoint, and 3 others likewise"
+        in found.first.cause.evidence
+    )
+    assert opdrift.diff(one, loaded_from(tmp_path, weights(1), "again")).verdict == "identical"
+
+
+def offloaded(tmp_path: Path, state: dict[str, torch.Tensor], folder: str, name: str) -> Path:
+    """The trace of a model that is loaded and offloaded before its recording."""
+    model = Twice()
+    model.load_state_dict(state)
+    recorded(tmp_path / name, on_disk(tmp_path / folder, model), steps=1)
+    return tmp_path / name
+
+
+def test_a_folder_of_an_older_model_is_told_with_its_files_where_the_offloading_is_not_recorded(
+    tmp_path,
+):
+    """Only that it was read from them is known, in either order of the runs; and a folder of the right one is no difference."""
+    plain = Twice()
+    plain.load_state_dict(weights(1))
+    recorded(tmp_path / "plain", plain, steps=1)
+    offloaded(tmp_path, weights(2), "older", "first use")
+    stale = offloaded(tmp_path, weights(1), "older", "stale")
+    right = offloaded(tmp_path, weights(1), "new", "right")
+
+    for found, side in (
+        (opdrift.diff(tmp_path / "plain", stale), "right"),
+        (opdrift.diff(stale, tmp_path / "plain"), "left"),
+    ):
+        assert found.first is not None
+        cause = found.first.cause
+        assert f"the {side} run loaded them in its recording" in cause.summary
+        file = tmp_path / "older" / "first.weight.dat"
+        said = f"{side}: accelerate brought first.weight in from {file}, and 3 others likewise"
+        assert said in cause.evidence
+        assert cause.try_.startswith("Compare what these files hold with the checkpoint")
+    assert opdrift.diff(tmp_path / "plain", right).verdict == "identical"

@@ -8,6 +8,7 @@ from functools import cached_property
 from opdrift.align import Maps, Pairing, align
 from opdrift.bounds import OpViews
 from opdrift.contents import Contents
+from opdrift.fetched import Fetched, fetched
 from opdrift.gradients import Gradients
 from opdrift.leaves import LeafTable
 from opdrift.pairs import Compared
@@ -102,6 +103,11 @@ class Side:
     def starts(self) -> Starts:
         """What the run starts from."""
         return Starts(self.contents, self.leaves, self.lineage)
+
+    @cached_property
+    def fetched(self) -> dict[str, Fetched]:
+        """By name what a library brought in."""
+        return fetched(self.trace)
 
     @cached_property
     def replaced(self) -> dict[int, Replacement]:

@@ -11,11 +11,12 @@ import numpy as np
 
 from opdrift.case import Case, Side
 from opdrift.causes.evidence import SIDES, Evidence, counted, some, tally
+from opdrift.fetched import Fetched
 from opdrift.pairs import EQUAL
 from opdrift.provenance import Provenance
 from opdrift.records import Leaf, Sides
 
-#: "loaded": copied from elsewhere during the recording. "fresh": drawn or filled during it, and not loaded since. "kept":
+#: "loaded": copied or brought in from elsewhere during the recording. "fresh": drawn or filled during it, and not loaded since. "kept":
 #: what it was when the recording began, whatever it was then. "other": computed, changed with no op, or held by another rank.
 Way = Literal["loaded", "fresh", "kept", "other"]
 
@@ -32,11 +33,13 @@ class Held:
         way: How it came to that.
         made: The same as the trace has it.
         leaf: The row.
+        fetched: How a library brought it in; None where none did.
     """
 
     way: Way
     made: Provenance
     leaf: Leaf
+    fetched: Fetched | None = None
 
 
 def held(side: Side, leaf: Leaf) -> Held | None:
@@ -52,6 +55,9 @@ def held(side: Side, leaf: Leaf) -> Held | None:
         elif (side.trace.header.world_size or 1) > 1:
             return None
     made = side.lineage.of(value)
+    fetched = side.fetched.get(leaf.name)
+    if fetched is not None:
+        return Held("loaded", made, leaf, fetched)
     settled = start is None or (start.source or start).settled
     return Held(_way(side, leaf.name, value, made) if settled else "other", made, leaf)
 
@@ -102,6 +108,11 @@ class Ways:
         """How one run drew those that it drew."""
         return [each.made for each in self.sides[number] if each.made.kind == "drawn"]
 
+    def files(self) -> list[str]:
+        """The files that a library read them from."""
+        every = [each.fetched for side in self.sides for each in side]
+        return [f.file for f in every if f is not None and f.file is not None]
+
     def is_fresh(self, number: int) -> bool:
         """Whether one run drew or filled all of them, and drew some."""
         each = self.sides[number]
@@ -145,7 +156,7 @@ def one_run_wrote(e: Evidence, ways: Ways) -> tuple[str, tuple[str, ...], int] |
         f"the {name} run loaded them in its recording, the {other} run did not",
         (
             wrote,
-            f"{other}: no recorded op wrote into them: they were loaded before the recording began, or never",
+            f"{other}: no recorded op wrote into them: they were loaded before the recording began, or without an op, or never",
         ),
         number,
     )
@@ -170,10 +181,13 @@ def both_wrote(e: Evidence, ways: Ways) -> tuple[str, tuple[str, ...]] | None:
 def _writer(e: Evidence, number: int, all_: Sequence[Held]) -> str:
     """The op that loaded or drew the first of several tensors, in words."""
     side, first = (e.case.left, e.case.right)[number], all_[0]
+    more = f", and {counted(len(all_) - 1, 'other')} likewise" if len(all_) > 1 else ""
+    if first.fetched is not None:
+        what = f"from {first.fetched.file}" if first.fetched.file else "as it loaded a checkpoint"
+        return f"{first.fetched.library} brought {first.leaf.name} in {what}{more}"
     op = None if first.made.first_seq is None else side.trace.index_of(first.made.first_seq)
     if op is None:
         return f"{first.leaf.name} was copied in by an op that is not recorded"
-    more = f", and {counted(len(all_) - 1, 'other')} likewise" if len(all_) > 1 else ""
     did = "copied" if first.way == "loaded" else "wrote"
     return f"{side.place(op)} {did} {first.leaf.name}{more}"
 

@@ -55,13 +55,15 @@ def weights(e: Evidence) -> Cause | None:
         *how_drawn(ways),
         *_dropped(e),
         *sizes.words,
-        sizes.drawn_words if how.never_loaded else "",
+        (sizes.drawn_words if how.drawn else sizes.apart_words) if how.never_loaded else "",
         *relations.tie_words(e.origin.names),
         _constant_fills(e, equal, ways) if how.never_loaded else "",
         *_transfers(e),
     ]
     summary = f"{headline}; {_agreeing(e, how.words)}"
-    remedy = _seed_remedy(e, members) + _load_remedy(e) if how.never_loaded else how.remedy
+    remedy = how.remedy
+    if how.never_loaded:
+        remedy = _seed_remedy(e, members) + _load_remedy(e, certain=how.drawn)
     return cause("weights", "certain", summary, evidence, remedy)
 
 
@@ -88,6 +90,15 @@ def _agreeing(e: Evidence, words: str) -> str:
 
 
 _SAME_CHECKPOINT: Final = "Load the same checkpoint in both runs: compare the paths and checksums of what torch.load reads, and record again."
+_SAME_LOAD: Final = (
+    "Load the same checkpoint into the model that runs, in both: begin the recordings before the load, compare the paths and"
+    " checksums of what is read, and look at what the load says: result = model.load_state_dict(state, strict=True); with"
+    " strict=False print result.missing_keys."
+)
+_SAME_FILES: Final = (
+    "Compare what these files hold with the checkpoint that is meant: an offload folder keeps the files of the model that was"
+    " offloaded into it before. Give it an empty folder, or delete this one."
+)
 
 
 #: What is written into a parameter by who initialises or loads it, not by who trains it.
@@ -102,6 +113,7 @@ class _How:
     remedy: str = _SAME_CHECKPOINT
     evidence: tuple[str, ...] = ()
     never_loaded: bool = False
+    drawn: bool = False
 
 
 def _how(e: Evidence, members: Sequence[Sides[Leaf | None]], sizes: _Sizes, ways: Ways) -> _How:
@@ -118,6 +130,8 @@ def _how(e: Evidence, members: Sequence[Sides[Leaf | None]], sizes: _Sizes, ways
     one = one_run_wrote(e, ways)
     if one is not None:
         words, evidence, number = one
+        if ways.files():
+            return _How(words, _SAME_FILES, evidence)
         return _How(words, evidence=evidence, never_loaded=ways.sides[number][0].way == "loaded")
     if (fresh := _fresh(ways)) is not None:
         return fresh
@@ -137,11 +151,13 @@ def _how(e: Evidence, members: Sequence[Sides[Leaf | None]], sizes: _Sizes, ways
                 *(both[1] if both is not None else ()),
             ),
         )
-    if both is not None and way is None:
-        return _How(both[0], evidence=both[1])
+    if both is not None and (way is None or way[0] == "far"):
+        return _How(both[0], _SAME_FILES if ways.files() else _SAME_CHECKPOINT, both[1])
     if sizes.independent:
+        shown = "" if _has_offloaded(e) else "; no load of them is recorded"
         return _How(
-            "they are independent random numbers, as if a checkpoint never reached them",
+            "they are unrelated, as two random initialisations are, or two checkpoints that were trained from such"
+            + shown,
             never_loaded=True,
         )
     if sizes.single is not None:
@@ -159,6 +175,11 @@ def _how(e: Evidence, members: Sequence[Sides[Leaf | None]], sizes: _Sizes, ways
     return _How("the runs were given different weights")
 
 
+def _has_offloaded(e: Evidence) -> bool:
+    """Whether a run wrote tensors into files: what a library wrote there may be a checkpoint that it loaded."""
+    return any(e.marks(lambda m: m.kind == "move" and m.fields.get("direction") == "write"))
+
+
 def _fresh(ways: Ways) -> _How | None:
     """Words for what a run drew and no checkpoint reached."""
     fresh = [SIDES[n] for n in (0, 1) if ways.is_fresh(n)]
@@ -169,13 +190,14 @@ def _fresh(ways: Ways) -> _How | None:
             words = "each was last written by a random draw, none by a copy from a checkpoint"
         else:
             words = "each was last drawn at random or filled with a constant, none was copied from a checkpoint"
-        return _How(where + words, never_loaded=True)
+        return _How(where + words, never_loaded=True, drawn=True)
     drawn = [f"{len(ways.drawn(n))} in the {SIDES[n]} run" for n in (0, 1) if ways.drawn(n)]
     if not drawn:
         return None
     return _How(
         f"some were last written by a random draw, not by a copy from a checkpoint: {' and '.join(drawn)}",
         never_loaded=True,
+        drawn=True,
     )
 
 
@@ -347,6 +369,7 @@ class _Sizes:
     def __init__(self) -> None:
         self.words: list[str] = []
         self.drawn_words = ""
+        self.apart_words = ""
         self.independent = False
         self.single: Difference | None = None
 
@@ -380,9 +403,13 @@ def _sizes(e: Evidence, members: Sequence[Sides[Leaf | None]]) -> _Sizes:
     # a bias or a norm may be constant at the start; most of what differs must look drawn
     found.independent = independent > 0 and independent * 2 > len(relatives)
     if found.independent:
-        found.drawn_words = (
-            f"{independent} of them are about sqrt(2) times their size apart with the same spread: that is what two"
-            " independent random initialisations give, no training or rounding does"
+        apart = (
+            f"{independent} of them are about sqrt(2) times their size apart with the same spread"
+        )
+        found.drawn_words = f"{apart}: that is what two independent random initialisations give, no training or rounding does"
+        found.apart_words = (
+            f"{apart}: so far apart are two random initialisations, and what is trained from two; rounding and further"
+            " training leave less between them"
         )
     return found
 
@@ -476,10 +503,13 @@ def _seed_remedy(e: Evidence, members: Sequence[Sides[Leaf | None]]) -> str:
     return f"If random weights are meant, seed both runs alike: torch.manual_seed was given {left} against {right}. Otherwise: "
 
 
-def _load_remedy(e: Evidence) -> str:
+def _load_remedy(e: Evidence, *, certain: bool) -> str:
+    """What to do where a checkpoint did not reach the model; not `certain`: or where another one did."""
     for _, mark in e.marks(lambda m: m.kind == "checkpoint-dropped"):
         if mark.fields.get("try"):
             return str(mark.fields["try"])
+    if not certain:
+        return _SAME_LOAD
     return (
         "Load the checkpoint into the model that runs, and look at what the load says:"
         " result = model.load_state_dict(state, strict=True); with strict=False print result.missing_keys."

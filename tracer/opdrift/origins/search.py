@@ -155,6 +155,7 @@ def _walk(
     slots: dict[int, list[int]] = defaultdict(list)
     for slot in open_slots.tolist():
         slots[int(compared.inputs.pair[slot])].append(slot)
+    loads = Sides(_only_loads(case.left, made.left), _only_loads(case.right, made.right))
     for row in _counts(case, live, np.flatnonzero(direct | indirect)).tolist():
         if direct[row]:
             origin = _direct(case, row)
@@ -163,8 +164,14 @@ def _walk(
                 if at_output is None:
                     continue
                 origin = single.moved(case, at_output)
-            if origin.op.left not in made.left or origin.op.right not in made.right:
+            if not _makes_leaf(case, row, made):
                 yield origin, row
+            continue
+        if _makes_leaf(case, row, loads):
+            yield (
+                None,
+                row,
+            )  # what a checkpoint held is told by the parameter that it was copied into
             continue
         for slot in slots[row]:
             inputs = compared.inputs
@@ -178,6 +185,28 @@ def _walk(
         else:
             # whatever its inputs are made of, they must explain its result
             yield None, row
+
+
+def _makes_leaf(case: Case, row: int, made: Sides[set[int]]) -> bool:
+    """Whether both ops of a pair made a leaf that is an origin by itself."""
+    return int(case.pairing.left[row]) in made.left and int(case.pairing.right[row]) in made.right
+
+
+def _only_loads(side: Side, made: set[int]) -> set[int]:
+    """Those of the ops that made leaves whose inputs nothing else computes with: what a checkpoint held, no data."""
+    ops, storage = side.trace.ops, side.trace.values.storage
+    rows, read = ops.inputs.rows(), storage[ops.inputs.values]
+    own = np.isin(rows, np.array(sorted(made), np.int64))
+    elsewhere = np.unique(read[~own & ~side.contents.tokens.view[rows]])
+    return made - set(rows[own & np.isin(read, elsewhere) & ~_written(side, rows, read)].tolist())
+
+
+def _written(side: Side, rows: Ints, read: Ints) -> Flags:
+    """Which inputs of ops lie in the storage that the op writes, such as the parameter that `copy_` fills."""
+    ops, storage = side.trace.ops, side.trace.values.storage
+    made = ops.outputs.rows() << 32 | storage[ops.outputs.values]
+    found: Flags = np.isin(rows << 32 | read, made)
+    return found
 
 
 def _is_unwritten(case: Case, left: int, right: int) -> bool:
