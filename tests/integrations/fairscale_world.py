@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from fsdp_world import (
 from torch import nn
 
 OFFLOAD = {"mixed_precision": True, "cpu_offload": True}
+KEPT = {"reshard_after_forward": False}
 
 
 def fairscale(model: nn.Module, **options: Any) -> nn.Module:
@@ -53,7 +55,7 @@ CORRECT = {
     "plain": Correct(),
     "flat": Correct(fairscale),
     "buckets": Correct(fairscale, {"bucket_cap_mb": 25}),  # fairscale's own default
-    "kept": Correct(fairscale, {"reshard_after_forward": False}),
+    "kept": Correct(fairscale, KEPT),
     "each": Correct(fairscale, {"flatten_parameters": False}),
     "offload": Correct(fairscale, {"cpu_offload": True}),
     "half": Correct(fairscale, OFFLOAD),
@@ -106,6 +108,22 @@ def exchange(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     return replaced(FSDP, "_rebuild_full_params", wrong)
 
 
+def exchange_units(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """This rank sends the second block's shard for the first one's."""
+    wrong_unit, other = model.layers
+
+    def wrong(original: Any) -> Any:
+        def rebuild(unit: Any, force_full_precision: bool = False) -> Any:
+            if unit is wrong_unit and not unit.has_full_params:
+                theirs = other.params[0]
+                unit.params[0].data = getattr(theirs, "_fp32_shard", theirs.data)
+            return original(unit, force_full_precision)
+
+        return rebuild
+
+    return replaced(FSDP, "_rebuild_full_params", wrong)
+
+
 def copy_a_part(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """The copy to the device ends too early."""
     wrong_unit = model.layers[0]
@@ -121,6 +139,24 @@ def copy_a_part(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     return replaced(FSDP, "_cast_fp32_param_shards_to_fp16", wrong)
 
 
+@contextlib.contextmanager
+def poke_shard_meanwhile(model: nn.Module) -> Iterator[None]:
+    """As `poke_shard`, between the second step's forward and its backward."""
+    calls = 0
+
+    def act(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            poke_shard(model)
+
+    handle = model.register_forward_hook(act)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 def poke_shard(model: nn.Module) -> None:
     """One element of layers.1.fc2.weight, in the second half of the block's parameters."""
     poke(model.layers[1].params[0]._fp32_shard, 40)
@@ -130,6 +166,14 @@ FAULTS = {
     "buffers": Fault(fairscale, patches=other_buffer),
     "exchanged": Fault(fairscale, patches=exchange, options={"flatten_parameters": False}),
     "each-swapped": Fault(fairscale, forward=swap, options={"flatten_parameters": False}),
+    "flat-exchanged": Fault(fairscale, patches=exchange_units),
+    "kept-torn": Fault(
+        fairscale,
+        options=KEPT,
+        ranks=(0,),  # its segment, so that its backward meets it
+        forward=lambda block: poke(block.fc1.weight, 33),
+    ),
+    "kept-hidden": Fault(fairscale, options=KEPT, patches=poke_shard_meanwhile),
     "half-moved": Fault(fairscale, patches=copy_a_part, options=OFFLOAD),
 }
 for _name, _options in (("", {}), ("half-", OFFLOAD)):

@@ -84,6 +84,8 @@ FOUND: dict[str, Place] = {
     "each-swapped": ("gather", 1, WEIGHT, "fsdp-gather", 1),
     "torn": ("gather", 1, WEIGHT, "race", 1),
     "half-torn": ("gather", 1, WEIGHT, "race", 1),
+    "kept-torn": ("gather", 0, WEIGHT, "race", 1),
+    "kept-hidden": ("hidden-write", 1, "layers.1.fc2.weight", "race", 1),
     "hidden": ("hidden-write", 1, "layers.1.fc2.weight", "race", 1),
     "half-hidden": ("hidden-write", 1, "layers.1.fc2.weight", "race", 1),
     "order": ("gather", 1, "layers.0.fc1.bias", "fsdp-gather", 0),
@@ -134,6 +136,17 @@ def test_another_parameter_s_shard_is_found_on_both_ranks(world):
     }
     said = [line for each in found for line in each.cause.evidence]
     assert "that is rank 1's part of layers.0.norm.weight, from element 5 on" in said
+
+
+def test_another_unit_s_shard_is_found_on_both_ranks(world):
+    """Rank 1 sends the second block's flat parameter for that of the first."""
+    found = found_in(world, "flat-exchanged")
+
+    assert [place(each) for each in found] == [
+        ("gather", rank, "layers.0.fc1.bias", "fsdp-gather", 0) for rank in (0, 1)
+    ]
+    said = [line for each in found for line in each.cause.evidence]
+    assert "that is rank 1's part of layers.1.fc2.weight, from element 0 on" in said
 
 
 def test_a_copy_that_ended_too_early_is_found_where_it_was_made(world):

@@ -91,6 +91,7 @@ class Watcher:
         unit = fsdp.FullyShardedDataParallel
         points = (
             (unit, "_rebuild_full_params", self.rebuild),
+            (unit, "_use_full_params", self.keep),
             (unit, "_free_full_params", self.release),
             (unit, "_cast_fp32_param_shards_to_fp16", self.load),
             (unit, "_use_fp32_param_shard", self.drop),
@@ -172,9 +173,19 @@ class Watcher:
         """`_rebuild_full_params`: the gather; without one where the full parameters are still there."""
         if not self._here(unit):
             return
-        state = self._unit(unit)
         fresh = force_full_precision or not unit.has_full_params
         copied = (unit.mixed_precision or unit.move_params_to_cpu) and not force_full_precision
+        yield from self._using(unit, fresh=fresh, copied=copied)
+
+    def keep(self, unit: Any) -> Observation:
+        """`_use_full_params`: backward uses what was kept after forward (`reshard_after_forward=False`, every root)."""
+        if self._here(unit):
+            copied = unit.mixed_precision or unit.move_params_to_cpu
+            yield from self._using(unit, fresh=False, copied=copied)
+
+    def _using(self, unit: Any, *, fresh: bool, copied: bool) -> Observation:
+        """Hold what the module computes with against the shards: `fresh`, it is gathered now; `copied`, from copies."""
+        state = self._unit(unit)
         for buffer, parameter in zip(state.buffers, unit.params, strict=True):
             if copied or parameter._is_sharded:
                 master = parameter._fp32_shard
