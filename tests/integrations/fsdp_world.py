@@ -309,6 +309,37 @@ def exchange(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     return replaced(FSDPParamGroup, "unshard", wrong)
 
 
+def exchange_units(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """This rank sends the second block's shard for the first one's."""
+    unit, other = (layer._handle for layer in model.layers)
+
+    def wrong(original: Any) -> Any:
+        def gather(handle: Any, whole: torch.Tensor) -> torch.Tensor:
+            if handle is unit:
+                handle.flat_param.data = other.flat_param._local_shard
+            return original(handle, whole)
+
+        return gather
+
+    return replaced(FlatParamHandle, "_all_gather_flat_param", wrong)
+
+
+def cast_a_part(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """The cast of the first block's shard ends too early."""
+    unit = model.layers[0]._handle
+
+    def wrong(original: Any) -> Any:
+        def cast(handle: Any) -> None:
+            original(handle)
+            if handle is unit:
+                with torch.no_grad():
+                    handle.flat_param._mp_shard[-30:] = 0
+
+        return cast
+
+    return replaced(FlatParamHandle, "_use_low_precision_shard", wrong)
+
+
 def copy_a_part(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """The copy to the device ends too early for one parameter."""
     wanted = model.layers[0]._get_fsdp_state()._fsdp_param_group.fsdp_params[2]
@@ -367,6 +398,20 @@ for _wrap, _options in (
     }  # fmt: skip
 FAULTS["fsdp2-bf16-meanwhile"] = Fault(
     fsdp2, options={"mp_policy": MixedPrecisionPolicy(param_dtype=BF16)}, forward=poke_shard
+)
+for _wrap, _options in (
+    (fsdp1, {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}),
+    (fsdp2, {"reshard_after_forward": False}),
+):  # rank 0's segment, so that its backward meets it
+    FAULTS[f"{_wrap.__name__}-kept-torn"] = Fault(
+        _wrap, options=_options, ranks=(0,), forward=lambda block: poke(block.fc1.weight, 33)
+    )
+FAULTS["fsdp2-kept-meanwhile"] = Fault(
+    fsdp2, options={"reshard_after_forward": False}, forward=poke_shard
+)
+FAULTS["fsdp1-exchanged"] = Fault(fsdp1, patches=exchange_units)
+FAULTS["fsdp1-bf16-moved"] = Fault(
+    fsdp1, patches=cast_a_part, options={"mixed_precision": MixedPrecision(param_dtype=BF16)}
 )
 FAULTS["fsdp1-buffers"] = Fault(fsdp1, patches=other_buffer)
 FAULTS["fsdp2-buffers"] = Fault(fsdp2, patches=other_buffer)

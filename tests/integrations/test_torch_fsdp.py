@@ -154,6 +154,9 @@ FOUND: dict[str, Place] = {
     "fsdp2-swapped": ("gather", 1, WEIGHT, "fsdp-gather", 1),
     "fsdp1-torn": ("gather", 1, WEIGHT, "race", 1),
     "fsdp2-torn": ("gather", 1, WEIGHT, "race", 1),
+    "fsdp1-kept-torn": ("gather", 0, WEIGHT, "race", 1),
+    "fsdp2-kept-torn": ("gather", 0, WEIGHT, "race", 1),
+    "fsdp2-kept-meanwhile": ("hidden-write", 1, WEIGHT, "race", 1),
     "fsdp1-hidden": ("hidden-write", 1, "layers.1.fc2.weight", "race", 1),
     "fsdp2-hidden": ("hidden-write", 1, "layers.1.fc2.weight", "race", 1),
     "fsdp1-bf16-clamped": ("gather", 1, WEIGHT, "fsdp-gather", 1),
@@ -231,6 +234,32 @@ def test_another_parameter_s_shard_is_found_on_both_ranks(world):
         ("gather", rank, "layers.0.norm.weight", "fsdp-gather", 0) for rank in (0, 1)
     ]
     assert found[0].cause.evidence[1] == "the segment of rank 1 is not what rank 1 held"
+
+
+def test_another_unit_s_shard_is_found_on_both_ranks(world):
+    """Rank 1 sends the second block's flat parameter for that of the first."""
+    found = world.found("fsdp1-exchanged")
+
+    assert [place(each) for each in found] == [
+        ("gather", rank, "layers.0.fc1.bias", "fsdp-gather", 0) for rank in (0, 1)
+    ]
+    assert found[0].cause.evidence[1] == "the segment of rank 1 is not what rank 1 held"
+    assert (
+        "that is rank 1's part of layers.1.fc2.weight, from element 0 on" in found[1].cause.evidence
+    )
+
+
+def test_a_cast_that_ended_too_early_is_found_on_both_ranks(world):
+    """The copy in low precision is sent as it is."""
+    found = world.found("fsdp1-bf16-moved")
+
+    assert [place(each) for each in found] == [
+        ("gather", rank, "layers.0.fc2.weight", "fsdp-gather", 0) for rank in (0, 1)
+    ]
+    assert (
+        "layers.0.fc2.bias: 10 elements from 0 on are not the shard's, all zeros"
+        in found[1].cause.evidence
+    )
 
 
 def test_a_copy_that_ended_too_early_is_found_on_both_ranks(world):

@@ -290,6 +290,69 @@ def test_a_use_of_what_the_shard_held_before_is_told_beside_an_op_that_changed_w
     assert any(each.cause.summary.startswith("stale parameters") for each in found)
 
 
+def torn(*, wrong_from_the_start: bool = False, steps: bool = False) -> Trace:
+    """A weight that changes with no op while it is gathered, is used as it then is, and given back."""
+    build = Builder()
+    if steps:
+        build.mark("step", step=3)
+    x = build.leaf("x", kind="input", shape=(8,))
+    wrong = {"intact": False, "mismatch": [mismatch("layers.0.fc.weight", "abcxef")]}
+    gather(build, **(wrong if wrong_from_the_start else {}))
+    build.output(build.op("relu", x))
+    if steps:
+        build.mark("step", step=4)
+    gather(build, kind="use", **wrong)
+    change = {
+        "parameter": "layers.0.fc.weight",
+        "written_back": False,
+        "before": digest("abcdefgh"),
+        "found": digest("abcxefgh"),
+    }
+    gather(build, kind="reshard", intact=False, changed=[change])
+    return build.build()
+
+
+def test_a_use_of_what_changed_with_no_op_is_told_with_the_change_alone():
+    """The gather was right, and so was what it was gathered from."""
+    found = only(torn())
+
+    assert (found.cause.slug, found.cause.confidence) == ("race", "likely")
+    assert "one element differs: 3 of the parameter" in found.cause.evidence
+
+
+def test_a_gather_that_is_wrong_is_told_beside_what_changes_later():
+    assert [each.cause.slug for each in findings([torn(wrong_from_the_start=True)])] == [
+        "fsdp-gather",
+        "race",
+    ]
+
+
+def test_a_change_that_shows_in_a_later_step_names_both():
+    """Parameters that are kept after a forward are given back in the next step's backward."""
+    found = only(torn(steps=True))
+
+    assert found.step == 4
+    assert found.cause.evidence[-1] == (
+        "it was gathered in step 3 and given back in step 4: it changed somewhere between"
+    )
+
+
+def test_an_op_that_changed_what_was_gathered_is_told_in_its_own_step():
+    build = Builder()
+    content = np.arange(8, dtype="<f4")
+    weight = build.op("_allgather_base_", build.op("empty", shape=(8,)), content=content)
+    build.name(weight, "layers.0.fc.weight", when="gather")
+    build.mark("step", step=3)
+    gather(build)
+    weight = build.op("clamp_", weight, content=content.clip(0, 1))
+    build.mark("step", step=4)
+    build.output(build.op("relu", weight, content=content.clip(0, 1)))
+    changed = [{"parameter": "layers.0.fc.weight", "written_back": False}]
+    gather(build, kind="reshard", intact=False, changed=changed)
+
+    assert only(build.build()).step == 3
+
+
 def test_two_runs_name_the_op_that_changed_what_was_gathered():
     """The same finding as of one run, and its advice."""
     right = used(mismatch=[mismatch("layers.0.fc.weight", "??????")])
@@ -337,6 +400,63 @@ def test_a_shard_that_changed_with_no_op_is_a_hidden_write():
         "hidden-write", "layers.0.fc.weight", "race",
     )  # fmt: skip
     assert "one element differs: 5 of the parameter" in found.cause.evidence
+
+
+#: This rank's part of the weight is abcdef, and abcxef once it was poked.
+POKED = {"parameter": "layers.0.fc.weight", "offset": 0, "numel": 6, "before": digest("abcdef"), "found": digest("abcxef")}  # fmt: skip
+
+
+def test_what_was_gathered_before_its_shard_was_poked_is_not_stale():
+    """It is what the shard should be: the parameters are still there, and nothing that is recorded wrote since."""
+    build = Builder()
+    gather(build)
+    gather(build, kind="shard-changed", mismatch=[POKED])
+    use = {"shard": "abcxef", "intact": False, "mismatch": [mismatch("layers.0.fc.weight", "abcdef")]}  # fmt: skip
+    gather(build, kind="use", **use)
+    gather(build, kind="use", nth=2, **use)
+
+    assert only(build.build()).kind == "hidden-write"
+
+
+def test_a_stale_parameter_is_told_beside_another_s_shard_that_was_poked():
+    """An optimizer wrote it since the gather."""
+    build = Builder()
+    gather(build)
+    gather(build, kind="shard-changed", mismatch=[{**POKED, "parameter": "layers.0.fc.bias"}])
+    gather(build, kind="use", shard="ABCDEF", intact=False, mismatch=[mismatch("layers.0.fc.weight", "abcdef")])  # fmt: skip
+
+    assert {each.kind for each in findings([build.build()])} == {"gather", "hidden-write"}
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_a_shard_that_an_op_finds_changed_as_well_is_told_once(written):
+    """A flat one is read again as a whole, under the names of all that it holds; not after it was written anew."""
+    build = Builder()
+    content = np.arange(6, dtype="<f4")
+    shard = build.leaf("layers.0.fc.weight", kind="shard", content=content)
+    build.name(shard, "layers.0.fc.bias", kind="shard")
+    gather(build, kind="shard-changed", mismatch=[POKED])
+    if written:
+        shard = build.op("mul_", shard, content=content * 2)
+    changed = build.hidden_write(shard, "layers.0.fc.weight", content=content + 1, kind="shard")
+    build.name(changed, "layers.0.fc.bias", kind="shard", when="changed")
+    build.output(build.op("relu", changed))
+
+    found = findings([build.build()])
+
+    assert len(found) == 1 + written
+    assert found[0].cause.summary.startswith("layers.0.fc.weight: this rank's shard changed")
+
+
+def test_a_mark_belongs_to_the_step_that_was_marked_right_before_it():
+    """No op lies between."""
+    build = Builder()
+    build.mark("step", step=0)
+    build.output(build.op("relu", build.leaf("x", kind="input", shape=(8,))))
+    build.mark("step", step=1)
+    gather(build, kind="shard-changed", mismatch=[POKED])
+
+    assert only(build.build()).step == 1
 
 
 def shard_made_by(rank: int, op: str) -> Trace:

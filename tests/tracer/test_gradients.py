@@ -206,3 +206,19 @@ def test_a_reduction_with_a_factor_is_recorded_with_it(tmp_path):
 
     assert done.returncode == 0, done.stderr
     assert (mark.fields["reduction"], mark.fields["factor"]) == ("PREMUL_SUM", 0.25)
+
+
+def test_parameters_in_one_tensor_that_was_found_changed_are_updated_each_by_its_own_op():
+    """A flat tensor that no op changed is told as a whole, under each name: an op on one part updates that one."""
+    build = Builder()
+    flat = build.leaf("flat", kind="input", content=np.zeros(12, "<f4"))
+    part = build.op("view", flat, shape=(8,), content=np.zeros(8, "<f4"))
+    build.name(part, "a.weight", kind="shard", when="gather")
+    changed = build.hidden_write(
+        flat, "a.weight", kind="shard", content=np.full(12, 7, dtype="<f4")
+    )
+    build.name(changed, "b.bias", kind="shard", when="changed")
+    part = build.op("view", changed, shape=(8,), content=np.full(8, 7, dtype="<f4"))
+    updated = build.op("add_", part, content=np.full(8, 6, dtype="<f4"))
+
+    assert Gradients(Contents(build.build())).of([updated]) == Updated(("a.weight",), "parameter")

@@ -40,6 +40,30 @@ def test_a_gradient_that_one_rank_changes_after_the_reduction_is_named():
     )
 
 
+@pytest.mark.parametrize("poked", [0, 1])
+def test_a_rank_s_hidden_write_is_told_as_that_and_not_as_ranks_that_differ(poked):
+    """The trace of that rank shows it, with the step."""
+
+    def body(build: Builder) -> None:
+        weight = build.leaf("big.weight", content=vector("big", 4096))
+        scale = build.leaf("fc.scale", kind="buffer", content=vector("scale"))
+        build.output(build.op("mul", scale, weight), "early")
+        build.mark("step", step=7)
+        build.output(build.op("neg", weight), "between")
+        if build.build().header.rank == poked:
+            scale = build.hidden_write(scale, "fc.scale", content=vector("other"))
+        build.output(build.op("mul", scale, weight))
+
+    (found,) = findings(world(body, body))
+
+    assert (found.kind, found.name, found.rank, found.step) == (
+        "hidden-write",
+        "fc.scale",
+        poked,
+        7,
+    )
+
+
 def test_parameters_without_a_reduction_may_differ():
     """Tensor parallelism splits weights of one shape over the ranks; nothing says that these are replicas."""
     traces = world(trained(reduced=False), trained(reduced=False, weight="other"))

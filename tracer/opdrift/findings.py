@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from opdrift.checkpoints import dropped
 from opdrift.copies import copies
-from opdrift.gathers import gather_findings, random_parts
+from opdrift.gathers import gather_findings, random_parts, seen_changed
 from opdrift.moves import moves
 from opdrift.neighbours import Neighbours
 from opdrift.overwritten import overwritten
@@ -110,6 +110,8 @@ def _hidden_writes(trace: Trace, steps: Steps) -> Iterator[Finding]:
         now = trace.fingerprint(value)
         if before is None or now is None or before.key == now.key:
             continue
+        if any(_is_told(trace, storages, leaf) for leaf in leaves):
+            continue
         first = leaves[0]
         reader = trace.index_of(first.seq + 1)
         op = trace.op(reader) if reader is not None else None
@@ -138,6 +140,18 @@ def _hidden_writes(trace: Trace, steps: Steps) -> Iterator[Finding]:
             steps.known_at(first.seq),
             trace.header.rank,
         )
+
+
+def _is_told(trace: Trace, storages: Neighbours, leaf: Leaf) -> bool:
+    """Whether marks of an integration show the same change: they say of which parameter of a flat one it is."""
+    places = seen_changed(trace.marks, leaf)
+    if not places:
+        return False
+    outputs, seq = trace.ops.outputs, trace.ops.seq
+    into = np.unique(outputs.rows()[np.isin(outputs.values, storages.of(leaf.value))])
+    written = [int(seq[row]) for row in into.tolist() if trace.op(row).mutated]
+    # what an op wrote in between may have been changed once more
+    return any(not any(first < w <= last for w in written) for first, last in places)
 
 
 def _nameless(trace: Trace, storages: Neighbours, leaf: Leaf) -> str:

@@ -222,7 +222,8 @@ class Gradients:
         storage = self.trace.values.storage
         found: dict[int, list[Leaf]] = {}
         for leaf in self.trace.leaves:
-            if leaf.kind in ("parameter", "shard") and leaf.name:
+            # a storage that was found changed is told whole, under the name of each parameter in it
+            if leaf.kind in ("parameter", "shard") and leaf.name and leaf.when != "changed":
                 found.setdefault(int(storage[leaf.value]), []).append(leaf)
         return found
 

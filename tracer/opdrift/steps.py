@@ -11,6 +11,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from opdrift.records import Mark
 from opdrift.tracefile.columns import Ints
 from opdrift.tracefile.reader import Trace
 
@@ -52,6 +53,24 @@ class Steps:
             position = bisect_right(self._done, seq, key=lambda each: each[0])
             return self._done[position - 1][1] if position else None
         return bisect_left(self._ended, seq) if self._ended else None
+
+    def of(self, mark: Mark) -> int | None:
+        """The step of one of the trace's marks; between it and the one that began the step there may be no op."""
+        named = self._of_marks[id(mark)]
+        done = mark.fields.get("step")
+        return named if named is not None else done if isinstance(done, int) else None
+
+    @cached_property
+    def _of_marks(self) -> dict[int, int | None]:
+        """The step of each mark, by the identity of the mark, which the trace keeps."""
+        found: dict[int, int | None] = {}
+        begun, step = 0, None
+        for mark in self._trace.marks:
+            if mark.kind == "step":
+                step = self.numbers[begun]
+                begun += 1
+            found[id(mark)] = step
+        return found
 
     @cached_property
     def _ended(self) -> list[int]:

@@ -7,9 +7,12 @@ from itertools import zip_longest
 from typing import Final
 
 from opdrift.gathers.changes import (
+    Hidden,
     Lost,
     given_back,
+    hidden_in,
     rebound,
+    seen_changed,
     shard_changed,
     shard_exchanged,
     told_once,
@@ -23,7 +26,7 @@ from opdrift.records import Finding, Mark
 from opdrift.steps import Steps
 from opdrift.tracefile.reader import Trace
 
-__all__ = ["gather_findings", "random_parts"]
+__all__ = ["gather_findings", "random_parts", "seen_changed"]
 
 #: Marks of integrations that say whether a content arrived as it was sent.
 _TRANSFERS: Final = frozenset({"gather", "use", "cast"})
@@ -41,6 +44,7 @@ def gather_findings(traces: Sequence[Trace], *, each: bool = False) -> Iterator[
         steps = Steps(trace)
         wrong: list[Wrong] = []
         lost: list[Lost] = []
+        hidden: list[Hidden] = []
         exchanged: set[str] = set()
         for mark, following in zip_longest(trace.marks, trace.marks[1:]):
             if mark.kind == "cast" and _is_moved(mark, following):
@@ -52,10 +56,11 @@ def gather_findings(traces: Sequence[Trace], *, each: bool = False) -> Iterator[
                 lost += given_back(trace, mark, steps)
                 yield from rebound(trace, mark, steps, exchanged)
             elif mark.kind == "shard-changed":
+                hidden.append(hidden_in(trace, mark))
                 yield from shard_changed(trace, mark, steps)
             elif mark.kind == "shard-exchanged":
                 yield from shard_exchanged(trace, mark, steps)
-        yield from folded(unexplained(wrong, lost))
+        yield from folded(unexplained(wrong, [*lost, *hidden]))
         yield from (one.finding for one in lost) if each else told_once(lost)
     yield from replicas_apart(traces)
     yield from loaded_on_some(traces)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +14,7 @@ import numpy as np
 from opdrift import tfp1
 from opdrift.gathers.mismatches import Wrong
 from opdrift.gathers.words import LISTED, finding_at, unit_of
-from opdrift.records import Cause, Finding, Mark, Op
+from opdrift.records import Cause, Finding, Leaf, Mark, Op
 from opdrift.steps import Steps
 from opdrift.tracefile.reader import Trace
 from opdrift.wording import some
@@ -32,7 +34,7 @@ class Lost:
         by: Which ops changed it, and where in the program; only its name where none did.
         finding: What is said of it, at the first op that changed it, if any did.
         unit: What was gathered, and its buffer.
-        written: The number of that op; None where none did.
+        since: The number of that op; where none did, of the op after which the parameter was gathered.
         until: The number of the op after which it was given back.
     """
 
@@ -40,18 +42,52 @@ class Lost:
     by: tuple[tuple[str, str], ...]
     finding: Finding
     unit: tuple[str, ...]
-    written: int | None
+    since: int
     until: int
 
     def explains(self, wrong: Wrong, name: str) -> bool:
-        """Whether a parameter is not as its shard in a use because this op had changed it."""
+        """Whether a parameter is not as its shard in a use because it had been changed since it was gathered."""
         return (
-            wrong.key == self.unit
+            wrong.used
+            and wrong.key == self.unit
             and not wrong.stale
             and name == self.name
-            and self.written is not None
-            and self.written <= wrong.seq <= self.until
+            and self.since <= wrong.seq <= self.until
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Hidden:
+    """A shard that changed with no op while what was gathered from it was still there, and is not to be blamed.
+
+    Attributes:
+        names: The parameters in it that changed.
+        unit: What had been gathered, and its buffer.
+        since: The number of the op after which that was seen.
+        until: The same of the next gather.
+    """
+
+    names: frozenset[str]
+    unit: tuple[str, ...]
+    since: int
+    until: float
+
+    def explains(self, wrong: Wrong, name: str) -> bool:
+        """Whether a use has another content than the shard because of this."""
+        return (
+            wrong.used
+            and wrong.key == self.unit
+            and name in self.names
+            and self.since <= wrong.seq <= self.until
+        )
+
+
+def hidden_in(trace: Trace, mark: Mark) -> Hidden:
+    """What a mark says to have changed in a shard, and until when what was gathered before does not show it."""
+    marks = itertools.dropwhile(lambda each: each is not mark, trace.marks)
+    later = (each.seq for each in marks if each.kind == "gather" and unit_of(each) == unit_of(mark))
+    names = frozenset(str(part.get("parameter")) for part in mark.fields.get("mismatch") or ())
+    return Hidden(names, unit_of(mark), mark.seq, next(later, math.inf))
 
 
 def told_once(lost: Sequence[Lost]) -> Iterator[Finding]:
@@ -73,22 +109,24 @@ def told_once(lost: Sequence[Lost]) -> Iterator[Finding]:
         yield replace(first, cause=cause, names=tuple(names))
 
 
-def unexplained(wrong: Sequence[Wrong], lost: Sequence[Lost]) -> list[Wrong]:
-    """What is wrong with gathers, without uses of what an op had changed: that is told with the op."""
+def unexplained(wrong: Sequence[Wrong], changes: Sequence[Lost | Hidden]) -> list[Wrong]:
+    """What is wrong with gathers, without uses that another finding explains: that of what changed in between."""
     return [
         each
         for each in wrong
-        if not each.names or not all(any(one.explains(each, name) for one in lost) for name in each.names)
+        if not each.names or not all(any(one.explains(each, name) for one in changes) for name in each.names)
     ]  # fmt: skip
 
 
 def given_back(trace: Trace, mark: Mark, steps: Steps) -> Iterator[Lost]:
     """Parameters that were changed while they were gathered, and the change is nowhere."""
+    gathered = _gathered(trace, mark)
+    since = 0 if gathered is None else gathered.seq
     for part in mark.fields.get("changed") or ():
         if part.get("written_back"):
             continue
         name = str(part.get("parameter"))
-        ops = _writers(trace, name, mark)
+        ops = _writers(trace, name, since, mark.seq)
         if ops:
             by = ", ".join(f"{op.name} (op {op.seq}{_line(op)})" for op in ops[:LISTED])
             cause = Cause(
@@ -107,16 +145,16 @@ def given_back(trace: Trace, mark: Mark, steps: Steps) -> Iterator[Lost]:
                     f"gather {mark.fields.get('nth')} of buffer {mark.fields.get('buffer')} brought other content",
                     *_place(part),
                     "no op that was recorded wrote it in between",
+                    *_over_steps(gathered, mark, steps),
                 ),
                 "Look for a write that the dispatcher cannot see: another thread, a copy that nobody waited for, numpy,"
                 " a custom kernel. Wait for it before the parameters are gathered.",
             )
         op = ops[0] if ops else None
         places = tuple((each.name, str(each.source)) for each in ops) or ((name, ""),)
-        since = _gathered_at(trace, mark)
         finding = finding_at("gather", cause, trace, mark, steps, names=[name], op=op, since=since)
-        written = None if op is None else op.seq
-        yield Lost(name, places, finding, unit_of(mark), written, mark.seq)
+        changed = since if op is None else op.seq
+        yield Lost(name, places, finding, unit_of(mark), changed, mark.seq)
 
 
 def rebound(trace: Trace, mark: Mark, steps: Steps, told: set[str]) -> Iterator[Finding]:
@@ -124,6 +162,7 @@ def rebound(trace: Trace, mark: Mark, steps: Steps, told: set[str]) -> Iterator[
     names = [str(name) for name in mark.fields.get("rebound") or () if str(name) not in told]
     told.update(names)
     if names:
+        gathered = _gathered(trace, mark)
         cause = Cause(
             "fsdp-gather",
             "certain",
@@ -131,10 +170,11 @@ def rebound(trace: Trace, mark: Mark, steps: Steps, told: set[str]) -> Iterator[
             (
                 f"when buffer {mark.fields.get('buffer')} was given back, it was no part of what had been gathered",
                 "the shard takes its place: the other content is lost",
+                *_over_steps(gathered, mark, steps),
             ),
             "Do not assign .data or the attribute of a gathered parameter. " + _SHARDS,
         )
-        since = _gathered_at(trace, mark)
+        since = 0 if gathered is None else gathered.seq
         yield finding_at("gather", cause, trace, mark, steps, names=names, since=since)
 
 
@@ -156,30 +196,35 @@ def shard_exchanged(trace: Trace, mark: Mark, steps: Steps) -> Iterator[Finding]
         yield finding_at("gather", cause, trace, mark, steps, names=names)
 
 
-def _writers(trace: Trace, name: str, mark: Mark) -> list[Op]:
-    """Ops that wrote into a gathered parameter since it was gathered last."""
+def _writers(trace: Trace, name: str, since: int, until: int) -> list[Op]:
+    """Ops that wrote into a gathered parameter after the one with the first number, up to the other."""
     rows = [
         leaf for leaf in trace.leaves
-        if leaf.name == name and leaf.kind == "parameter" and leaf.when == "gather" and leaf.seq <= mark.seq
+        if leaf.name == name and leaf.kind == "parameter" and leaf.when == "gather" and leaf.seq <= until
     ]  # fmt: skip
     if not rows:
         return []
     # the storage is the same at every gather
-    storage, since = int(trace.values.storage[rows[-1].value]), _gathered_at(trace, mark)
+    storage = int(trace.values.storage[rows[-1].value])
     outputs = trace.ops.outputs
     into = outputs.rows()[trace.values.storage[outputs.values] == storage]
-    into = np.unique(into[(trace.ops.seq[into] > since) & (trace.ops.seq[into] <= mark.seq)])
+    into = np.unique(into[(trace.ops.seq[into] > since) & (trace.ops.seq[into] <= until)])
     return [op for op in map(trace.op, into.tolist()) if op.mutated]
 
 
-def _gathered_at(trace: Trace, mark: Mark) -> int:
-    """The op after which what is given back was gathered last."""
-    seqs = [
-        each.seq
-        for each in trace.marks
-        if each.kind == "gather" and each.seq <= mark.seq and unit_of(each) == unit_of(mark)
-    ]
-    return max(seqs, default=0)
+def _gathered(trace: Trace, mark: Mark) -> Mark | None:
+    """The gather of what a mark says to be given back; None where it was before the recording."""
+    before = itertools.takewhile(lambda each: each is not mark, trace.marks)
+    found = [each for each in before if each.kind == "gather" and unit_of(each) == unit_of(mark)]
+    return found[-1] if found else None
+
+
+def _over_steps(gathered: Mark | None, mark: Mark, steps: Steps) -> Iterator[str]:
+    """That a step ended between a gather and where it shows that what was gathered has changed."""
+    began = None if gathered is None else steps.of(gathered)
+    ended = steps.of(mark)
+    if began is not None and ended is not None and began != ended:
+        yield f"it was gathered in step {began} and given back in step {ended}: it changed somewhere between"
 
 
 def _line(op: Op) -> str:
@@ -205,6 +250,25 @@ def shard_changed(trace: Trace, mark: Mark, steps: Steps) -> Iterator[Finding]:
         yield finding_at(
             "hidden-write", cause, trace, mark, steps, names=[str(part.get("parameter"))]
         )
+
+
+def seen_changed(marks: Sequence[Mark], leaf: Leaf) -> list[tuple[int, int]]:
+    """Stretches of ops around a leaf that was read and found changed, in which marks show that its parameter changed."""
+    found, gathered = [], {}
+    for mark in marks:
+        if mark.kind == "gather":
+            gathered[unit_of(mark)] = mark.seq
+        elif mark.kind == "shard-changed" and _is_among(leaf, mark.fields.get("mismatch")):
+            found.append((min(mark.seq, leaf.seq), max(mark.seq, leaf.seq)))
+        elif mark.kind == "reshard" and _is_among(leaf, mark.fields.get("changed")):
+            since = gathered.get(unit_of(mark), 0)
+            if since <= leaf.seq <= mark.seq:
+                found.append((since, mark.seq))
+    return found
+
+
+def _is_among(leaf: Leaf, parts: Sequence[Mapping[str, Any]] | None) -> bool:
+    return any(part.get("parameter") == leaf.name for part in parts or ())
 
 
 def _place(part: Mapping[str, Any]) -> Iterator[str]:

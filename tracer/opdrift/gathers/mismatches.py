@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from opdrift import tfp1
-from opdrift.gathers.words import LISTED, finding_at, step_of, unit_of
+from opdrift.gathers.words import LISTED, finding_at, unit_of
 from opdrift.records import Cause, Finding, Mark
 from opdrift.shards import GATHERS, names_of
 from opdrift.steps import Steps
@@ -58,6 +58,7 @@ class Wrong:
         finding: What is said of it.
         seq: The number of the op after which it was gathered or used.
         stale: Whether it is what a shard held before.
+        used: Whether it was still there, and not gathered just then.
     """
 
     key: tuple[str, ...]
@@ -65,6 +66,7 @@ class Wrong:
     finding: Finding
     seq: int
     stale: bool
+    used: bool
 
 
 def folded(wrong: Sequence[Wrong]) -> Iterator[Finding]:
@@ -107,7 +109,7 @@ class Gathers:
         names = names_of(fields)
         for part, offset, size, raw in fields.get("own") or ():
             if part is not None and size >= _TELLING and int(raw, 16):
-                held = _Held(rank, names[part], offset, mark.kind, fields.get("nth", 0), mark.seq, step_of(mark, steps))  # fmt: skip
+                held = _Held(rank, names[part], offset, mark.kind, fields.get("nth", 0), mark.seq, steps.of(mark))  # fmt: skip
                 self._held[raw, size].append(held)
         if mark.kind == "gather" and isinstance(fields.get("segments"), list):
             self._gathers[_meeting(mark)][rank] = (trace, mark)
@@ -138,7 +140,7 @@ class Gathers:
             return None
         names = list(dict.fromkeys([*names, *theirs])) or names_of(mark.fields)
         finding = _transfer(trace, mark, steps, names, [*lines, *others], stale=stale)
-        return Wrong(unit_of(mark), tuple(names), finding, mark.seq, stale)
+        return Wrong(unit_of(mark), tuple(names), finding, mark.seq, stale, mark.kind == "use")
 
     def _known(self, part: Mapping[str, Any], mark: Mark) -> str | None:
         """Where the content that is there in place of the shard's was seen."""

@@ -43,7 +43,7 @@ def finding_at(
         None if op is None else op.name,
         str(mark.fields.get("unit") or ""),
         mark.seq if op is None else op.seq,
-        step_of(mark, steps),
+        steps.of(mark) if op is None else steps.known_at(op.seq),
         trace.header.rank,
         tuple(names),
         since if op is None else None,
@@ -53,10 +53,3 @@ def finding_at(
 def unit_of(mark: Mark) -> tuple[str, ...]:
     """What a mark of a gather is about: the unit, and its buffer."""
     return tuple(str(mark.fields.get(field)) for field in ("unit", "buffer"))
-
-
-def step_of(mark: Mark, steps: Steps) -> int | None:
-    """The program's own step, or else how many steps of an optimizer were done."""
-    named = steps.at(mark.seq)
-    done = mark.fields.get("step")
-    return named if named is not None else done if isinstance(done, int) else None

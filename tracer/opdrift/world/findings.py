@@ -69,7 +69,7 @@ def _contents(world: World, gathered: Sequence[Finding]) -> Iterator[Finding]:
     splits = [
         split for replica in replicas.found() if (split := replicas.split(replica)) is not None
     ]
-    for group in grouped(splits):
+    for group in grouped([split for split in splits if not _is_hidden(world, split)]):
         yield _split(world, replicas, group)
     left_out = list(ranks_left_out(world, replicas))
     for found in left_out:
@@ -93,6 +93,16 @@ def _contents(world: World, gathered: Sequence[Finding]) -> Iterator[Finding]:
         name = differently[0].name
         cause = of_loads(differently)
         yield _finding("replica", cause, trace, seq=None, name=name, module=name.rpartition(".")[0])
+
+
+def _is_hidden(world: World, split: Split) -> bool:
+    """Whether ranks differ by what no op wrote on one of them: its trace alone shows that, with the step."""
+    sides = (split.usual, split.left.value), (split.odd[0], split.right.value)
+    return any(
+        leaf.when == "changed" and leaf.value == value
+        for rank, value in sides
+        for leaf in world.traces[rank].leaves
+    )
 
 
 def loads_apart(world: World, splits: Sequence[Split]) -> list[LoadedDifferently]:
