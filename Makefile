@@ -27,9 +27,10 @@ install: $(READY) ## Make the environment in .venv, with everything that tests a
 demo: install ## Record ESM-2 twice as in facebookresearch/esm#297, and ask why the runs differ
 	$(BIN)/python examples/esm2_offload.py
 
-# a file's tests stay together: many share recordings; `PYTEST_ARGS=-n0` runs them in this process
+# a file's tests stay together: many share recordings; tests/conftest.py puts the long files first; `PYTEST_ARGS=-n0`
+# runs them in this process
 test: install ## Run the tests
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 check: install ## Lint, check the format and the types
 	$(BIN)/ruff check

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="COMMAND",
         help="send spans to MLflow: to the server of this command, else of one installed in an environment of its own",
     )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Among several workers, files with slow tests come first: what one takes last keeps the others waiting.
+
+    With `--no-loadscope-reorder`; else the files with the fewest tests come last, and three tests may take a minute.
+    """
+    if not hasattr(config, "workerinput"):
+        return
+    count = Counter(item.path for item in items)
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: (item.path not in slow, -count[item.path], item.path))
 
 
 @pytest.fixture

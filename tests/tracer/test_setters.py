@@ -43,6 +43,7 @@ def test_statements_are_joined_and_said_once():
     )
 
 
+@pytest.mark.slow
 def test_each_statement_sets_its_flag_and_no_error_comes():
     """To another value than it has, each in turn, in a process of its own: settings are process-wide."""
     program = """
