@@ -64,6 +64,33 @@ def test_a_rank_s_hidden_write_is_told_as_that_and_not_as_ranks_that_differ(poke
     )
 
 
+@pytest.mark.parametrize("written", [(), (1,), (0, 1)], ids=["by none", "by rank 1", "by both"])
+def test_a_buffer_that_a_library_cast_is_followed_in_what_it_put_in_its_place(written):
+    """Mixed precision of FSDP1 and fairscale: the module has another tensor from then on."""
+
+    def body(build: Builder) -> None:
+        rank = build.build().header.rank or 0
+        build.leaf("big.weight", content=vector("big", 4096))
+        scale = build.leaf("fc.scale", kind="buffer", content=vector("scale"))
+        cast = build.op("_to_copy", scale, dtype="float16", content=vector("scale"))
+        build.name(cast, "fc.scale", kind="buffer", when="gather")
+        build.mark("buffer-cast", library="fairscale", name="fc.scale")
+        with build.scope("fc"):
+            build.output(build.op("relu", cast), "early")
+        build.mark("step", step=3)
+        if rank in written:
+            cast = build.op("mul_", cast, content=vector(f"scaled on {rank}"))
+            build.name(cast, "fc.scale", kind="buffer", when="exit")
+        with build.scope("fc"):
+            build.output(build.op("relu", cast))
+
+    found = findings(world(body, body))
+
+    places = [(each.kind, each.name, each.rank, each.op, each.step) for each in found]
+    # what all ranks write may differ by right
+    assert places == [("replica", "fc.scale", 1, "aten.mul_.default", 3)] * (written == (1,))
+
+
 def test_parameters_without_a_reduction_may_differ():
     """Tensor parallelism splits weights of one shape over the ranks; nothing says that these are replicas."""
     traces = world(trained(reduced=False), trained(reduced=False, weight="other"))

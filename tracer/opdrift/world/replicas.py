@@ -101,6 +101,7 @@ class Replicas:
         self._held: dict[int, Holdings] = {}
         self._entries = {rank: _entries(trace) for rank, trace in world.traces.items()}
         self._replaced = {rank: replacements(trace) for rank, trace in world.traces.items()}
+        self._cast = {rank: _cast(trace) for rank, trace in world.traces.items()}
         self._gradients = {rank: _gradients(trace) for rank, trace in world.traces.items()}
         self._sharded = {name for trace in world.traces.values() for name in sharded(trace)}
 
@@ -319,6 +320,7 @@ class Replicas:
         """The rows under which the tensors of a leaf were first met, in order."""
         leaf = self._entries[rank].get(name)
         later = [each.after for each in self._replaced[rank].get(name, ())]
+        later += self._cast[rank].get(name, ())
         return [] if leaf is None else [leaf, *later]
 
     def _latest(self, rank: int, name: str) -> Leaf:
@@ -445,6 +447,16 @@ def _entries(trace: Trace) -> dict[str, Leaf]:
     for leaf in trace.leaves:
         if leaf.kind in ("parameter", "buffer") and leaf.when in ("entry", "use") and leaf.name:
             found.setdefault(leaf.name, leaf)
+    return found
+
+
+def _cast(trace: Trace) -> dict[str, list[Leaf]]:
+    """Name of a buffer -> what a library put in its place, in another type."""
+    cast = {mark.fields.get("name") for mark in trace.marks if mark.kind == "buffer-cast"}
+    found: dict[str, list[Leaf]] = {}
+    for leaf in trace.leaves:
+        if leaf.kind == "buffer" and leaf.when == "gather" and leaf.name in cast:
+            found.setdefault(leaf.name, []).append(leaf)
     return found
 
 
