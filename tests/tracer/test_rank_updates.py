@@ -34,6 +34,7 @@ def rank(
     told: bool = False,
     probes: bool = False,
     idle: bool = False,
+    keeps: str = "",
 ) -> Trace:
     """A rank that holds half of two parameters, and two steps of SGD on its half.
 
@@ -47,6 +48,7 @@ def rank(
         early: Its trace was not closed.
         told: The optimizer tells a profiler of its steps, as those of torch do.
         probes: A third step updates a model of its own.
+        keeps: "gradients": the second backward pass adds to what the first one left. "zeros": to that, zeroed in place.
         idle: It has no data for the second step, and only answers the other's collectives.
     """
     build = Builder(rank=number, complete=not early)
@@ -69,6 +71,7 @@ def rank(
         if really:
             build.op(EXIT)
 
+    kept: dict[str, int] = {}
     for step in range(2):
         grads = {}
         for name in NAMES:
@@ -81,6 +84,8 @@ def rank(
             grads[name] = collective(
                 build, "reduce_scatter", grad, result=2 * GRADIENT[half], reduction="SUM"
             )
+            if keeps and step:
+                grads[name] = build.op("add_", kept[name], grads[name], phase="backward", content=3 * GRADIENT[half])  # fmt: skip
         leaves_out = bool(step) and (left_out or idle)
         with optimizing(told and not leaves_out):
             for name, grad in grads.items():
@@ -96,6 +101,9 @@ def rank(
                 held[name] = build.op(
                     "add_", held[name], grad, settings=settings, content=content[name]
                 )
+        kept = grads
+        if keeps == "zeros":
+            kept = {name: build.op("zero_", g, content=0 * GRADIENT[half]) for name, g in grads.items()}  # fmt: skip
         if evaluates:
             build.op("mul", y, settings={"other": 3.0})
     if probes:
@@ -166,6 +174,28 @@ def test_a_step_of_an_optimizer_that_one_rank_leaves_out_is_told_as_such(lacking
     ]
     assert "it updates a.weight, b.bias" in found.causes[0].evidence
     assert [each.cause for each in told] == list(found.causes)
+
+
+@pytest.mark.parametrize("keeping", [0, 1])
+def test_a_rank_that_does_not_zero_its_gradients_is_told_once(keeping):
+    ranks = [
+        rank(number, told=True, keeps="gradients" if number == keeping else "") for number in (0, 1)
+    ]
+    found = diagnose_world(ranks)
+    told = [each for each in findings(ranks) if each.kind == "update"]
+
+    assert [cause.summary for cause in found.causes] == [
+        f"on rank {keeping}, a backward pass adds to the gradients of a.weight, b.bias what an earlier one left there; on rank"
+        f" {1 - keeping} it starts from nothing"
+    ]
+    assert [(each.cause, each.step) for each in told] == [(found.causes[0], 1)]
+
+
+@pytest.mark.parametrize("keeps", [("gradients", "gradients"), ("zeros", "")])
+def test_gradients_that_all_ranks_keep_or_one_zeroes_in_place_are_right(keeps):
+    found = findings([rank(0, told=True, keeps=keeps[0]), rank(1, told=True, keeps=keeps[1])])
+
+    assert not [each for each in found if "starts from nothing" in each.cause.summary]
 
 
 @pytest.mark.parametrize("other", ["probes", "idle"])

@@ -13,7 +13,7 @@ import numpy as np
 
 from opdrift.contents import Contents
 from opdrift.flow import is_collective
-from opdrift.provenance.ops import COPIES, operator
+from opdrift.provenance.ops import COPIES, FILLS, operator
 from opdrift.records import Leaf
 from opdrift.tracefile.columns import Ints
 from opdrift.tracefile.reader import Trace
@@ -23,8 +23,8 @@ _WALK: Final = 4096
 #: They lay gradients into the buffer of a collective, or take them out of it.
 _PACKING: Final = frozenset({"chunk_cat", "split_with_sizes_copy", "_foreach_copy"})
 _BACKWARD: Final = 1
-#: By which what a backward pass makes is added to what is there.
-ADDING: Final = frozenset({"add", "add_"})
+#: By which what a backward pass makes is added to what is there; in place or not.
+ADDING: Final = frozenset({"add"})
 
 Role = Literal["parameter", "gradient", "state"]
 
@@ -79,6 +79,8 @@ class Gradients:
         there, added = map(self._writer, inputs[:2])
         if not 0 <= there < int(self._forward_before[op]) < added:
             return None
+        if operator(self._name(there)).removeprefix("_foreach_") in FILLS:
+            return None  # zeroed in place
         found = self.of(inputs[:1])
         return found if found is not None and found.role == "gradient" else None
 

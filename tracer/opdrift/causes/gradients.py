@@ -14,9 +14,9 @@ from opdrift.gradients import ADDING, Updated
 from opdrift.origins.kinds import computes
 from opdrift.origins.model import Origin
 from opdrift.origins.updates import since_equal, step_of
+from opdrift.provenance.ops import operator
 from opdrift.records import Cause, Confidence
 from opdrift.sizes import narrowed_to
-from opdrift.tokens import base
 
 #: What is asked of a collective beside its tensors.
 _ASKED: Final = frozenset({"reduce_op", "factor", "ranks", "root"})
@@ -29,7 +29,7 @@ _ONE_TYPE: Final = (
     "Reduce gradients in one type in both runs: look at reduce_dtype of MixedPrecision or MixedPrecisionPolicy, and at"
     " communication hooks that compress."
 )
-_NOT_ZERO: Final = (
+NOT_ZERO: Final = (
     "Call optimizer.zero_grad() before each step's first backward pass, in both runs and on all ranks alike, and go backward"
     " as often: look for a branch around it, and for gradients that are accumulated on purpose."
 )
@@ -219,7 +219,7 @@ def _all_names(e: Evidence, n: int) -> tuple[str, ...]:
 
 def _adds_to_earlier(side: Side, op: int) -> bool:
     """Whether an op of a backward pass, or behind one, adds to a gradient that is there."""
-    if base(side.name(op)) not in ADDING:
+    if operator(side.name(op)) not in ADDING:
         return False
     return bool(side.trace.ops.phase[op]) or side.gradients.added_to_earlier(op) is not None
 
@@ -233,7 +233,7 @@ def _accumulated(
         f"in the {name} run, a backward pass adds to {what} what an earlier one left there; in the {other} run it starts"
         " from nothing",
         [*evidence, "a backward pass adds to a gradient that is there already"],
-        _NOT_ZERO,
+        NOT_ZERO,
     )
 
 

@@ -193,7 +193,8 @@ def gathered_otherwise(e: Evidence) -> Cause | None:
     how = "gathers it from shards" if sharded else "loads it from where it was offloaded to"
     return cause(
         "structure",
-        "likely",
+        # a rank that only gathers what another one did to its part sees the same
+        "possible" if sharded else "likely",
         f"{name} is another one in the two runs from its use in {scope(_module(e))} on, and one of them {how}",
         [*evidence, "no op that both runs have, and that it is made of, is known to differ"],
         _STEP if sharded else _LOADED,

@@ -33,6 +33,7 @@ from opdrift.steps import Steps
 from opdrift.tracefile.opening import load, rank_folders
 from opdrift.tracefile.reader import Trace
 from opdrift.wording import listed, some
+from opdrift.world.accumulated import accumulated_apart, of_accumulated
 from opdrift.world.causes import (
     last_op,
     of_disagreement,
@@ -51,12 +52,12 @@ from opdrift.world.findings import (
     end_findings,
     follows_from_an_end,
     grouped,
-    is_of_left_out,
+    is_told_in_steps,
     loads_apart,
     odd_ones,
     unmet,
 )
-from opdrift.world.leftout import RankLeftOut, of_rank_left_out, ranks_left_out
+from opdrift.world.leftout import of_rank_left_out, ranks_left_out
 from opdrift.world.loads import LoadedDifferently
 from opdrift.world.messages import Message, disagreements
 from opdrift.world.one_run import of_another_run
@@ -232,9 +233,21 @@ class _Check:
             yield self._of_mode(mode)
         left_out = list(ranks_left_out(self.world, self._replicas))
         for step in left_out:
-            yield self._of_left_out(step)
+            yield self._of_step(
+                of_rank_left_out(step), step.odd, step.usual, step.maker, step.op, step.step.begin
+            )
+        accumulated = list(accumulated_apart(self.world, self._replicas))
+        for added in accumulated:
+            yield self._of_step(
+                of_accumulated(added, self.world),
+                added.odd,
+                added.usual,
+                added.adding[0],
+                added.op,
+                added.op.seq,
+            )
         for update in unlike_updates(self.world):
-            if not is_of_left_out(self.world, update, left_out):
+            if not is_told_in_steps(self.world, update, [*left_out, *accumulated]):
                 yield self._of_update(update)
         for finding in gathered:
             yield self._of_gather(finding)
@@ -365,23 +378,22 @@ class _Check:
         rank = found.usual if ops.right is None else odd
         return _Placed(divergence, self._order(rank, one.seq), Sides(found.usual, odd))
 
-    def _of_left_out(self, found: RankLeftOut) -> _Placed:
-        ranks = Sides(found.usual, found.odd[0])
-        seqs = Sides(
-            *(found.step.begin if r == found.maker else None for r in (ranks.left, ranks.right))
-        )
-        op = found.op
+    def _of_step(
+        self, cause: Cause, odd: tuple[int, ...], usual: int, maker: int, op: Op | None, seq: int
+    ) -> _Placed:
+        """What ranks do differently in a step, where a rank does it by an op that another one lacks."""
+        ranks = Sides(usual, odd[0])
         divergence = between_ranks(
             "structure",
-            of_rank_left_out(found),
-            Sides(tuple(r for r in found.totals if r not in found.odd), found.odd),
+            cause,
+            Sides(tuple(r for r in self.world.traces if r not in odd), odd),
             op=op.name if op is not None else None,
             module="",
             source=str(op.source) if op is not None and op.source is not None else None,
             outside=True,
-            seq=seqs,
+            seq=Sides(*(seq if r == maker else None for r in (ranks.left, ranks.right))),
         )
-        return _Placed(divergence, self._order(found.maker, found.step.begin), ranks)
+        return _Placed(divergence, self._order(maker, seq), ranks)
 
     def _first_op(self, rank: int, call: int) -> int | None:
         """The first op in a module call."""

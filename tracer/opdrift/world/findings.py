@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from opdrift.records import RAISED, RANK_ENDED, Cause, Finding
+from opdrift.records import RAISED, RANK_ENDED, Cause, Finding, Op
 from opdrift.steps import Steps
 from opdrift.tracefile.reader import Trace
+from opdrift.world.accumulated import Accumulated, accumulated_apart, of_accumulated
 from opdrift.world.causes import (
     last_op,
     of_another_run,
@@ -73,9 +74,15 @@ def _contents(world: World, gathered: Sequence[Finding]) -> Iterator[Finding]:
         yield _split(world, replicas, group)
     left_out = list(ranks_left_out(world, replicas))
     for found in left_out:
-        yield _left_out(world, found)
+        yield _of_step(
+            world, of_rank_left_out(found), found.odd, found.maker, found.op, found.step.begin
+        )
+    accumulated = list(accumulated_apart(world, replicas))
+    for added in accumulated:
+        cause = of_accumulated(added, world)
+        yield _of_step(world, cause, added.odd, added.adding[0], added.op, added.op.seq)
     for update in unlike_updates(world):
-        if not is_of_left_out(world, update, left_out):
+        if not is_told_in_steps(world, update, [*left_out, *accumulated]):
             yield _update(world, update)
     told = {split.replica.name for split in splits}
     for unequal in DeclaredAlike(world, replicas).unequal(told):
@@ -122,26 +129,25 @@ def _update(world: World, found: UnlikeUpdate) -> Finding:
     )
 
 
-def _left_out(world: World, found: RankLeftOut) -> Finding:
-    seq, op = found.step.begin, found.op
-    told = _finding(
-        "update",
-        of_rank_left_out(found),
-        world.traces[found.maker],
-        seq=seq,
-        op=op.name if op is not None else None,
-    )
-    return replace(told, rank=found.odd[0])
+def _of_step(
+    world: World, cause: Cause, odd: tuple[int, ...], maker: int, op: Op | None, seq: int
+) -> Finding:
+    """What ranks do differently in a step, by an op of a rank that another one lacks."""
+    name = op.name if op is not None else None
+    told = _finding("update", cause, world.traces[maker], seq=seq, op=name)
+    return replace(told, rank=odd[0])
 
 
-def is_of_left_out(world: World, update: UnlikeUpdate, left_out: Sequence[RankLeftOut]) -> bool:
-    """Whether what ranks call differently in an update is a part of a step that some of them leave out."""
+def is_told_in_steps(
+    world: World, update: UnlikeUpdate, told: Sequence[RankLeftOut | Accumulated]
+) -> bool:
+    """Whether what ranks call differently in an update is a part of a step that some leave out, or adds to earlier gradients."""
     ops = [
         (rank, int(world.traces[rank].ops.seq[index]))
         for rank, index in update.ops.items()
         if index is not None
     ]
-    return any(all(found.explains(*op) for op in ops) for found in left_out)
+    return any(all(found.explains(*op) for op in ops) for found in told)
 
 
 def another_run(trace: Trace, said: str) -> Finding:

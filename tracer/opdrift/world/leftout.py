@@ -55,8 +55,7 @@ def ranks_left_out(world: World, replicas: Replicas) -> Iterator[RankLeftOut]:
 
     A rank that has no more data, and only answers the others' collectives, goes backward no more, and leaves nothing out.
     """
-    together = next((r.ranks for r in replicas.found() if r.certain), replicas.sharing)
-    ranks = [rank for rank in together if rank in world.traces]
+    ranks = [rank for rank in replicas.together if rank in world.traces]
     if len(ranks) < 2 or world.disagreements or world.ended_early:
         return
     steps = {rank: optimizer_steps(world.traces[rank]) for rank in ranks}

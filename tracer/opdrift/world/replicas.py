@@ -137,6 +137,11 @@ class Replicas:
         }
         return max(groups, key=len, default=())
 
+    @cached_property
+    def together(self) -> tuple[int, ...]:
+        """The ranks that train one model together: each holds it whole, or they share out its parameters."""
+        return next((each.ranks for each in self.found() if each.certain), self.sharing)
+
     def unjudged(self) -> Sequence[str]:
         """Names that differ on entry although nothing says whether they should: no gradient of theirs is reduced."""
         judged = {replica.name for replica in self.found()}

@@ -45,8 +45,7 @@ class OtherMode:
 
 def other_modes(world: World, replicas: Replicas) -> Iterator[OtherMode]:
     """Of ranks that train one model together; one that evaluates now and then has modules in both modes."""
-    found_alike = (replica.ranks for replica in replicas.found() if replica.certain)
-    together = next(found_alike, replicas.sharing)
+    together = replicas.together
     modes = {rank: _modes(world.traces[rank]) for rank in together}
     found: dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]] = {}
     for name in modes[together[0]] if together else ():
