@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from textwrap import dedent
 
@@ -15,7 +16,7 @@ from opdrift.records import Diagnosis
 #: Every case is recorded by one process with whole batches, and by two ranks with a half each.
 PROGRAM = dedent(START) + dedent(
     """
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
     from torch.nn import functional as F
     world = int(sys.argv[3])
     data = torch.randn(3, 8, 6, generator=torch.Generator().manual_seed(1))
@@ -29,28 +30,42 @@ PROGRAM = dedent(START) + dedent(
         return nn.Sequential(nn.Linear(6, 48), nn.GELU(), nn.LayerNorm(48), nn.Linear(48, 40))
 
     def train(name, kind="ddp", optimizer=torch.optim.SGD, lr=0.1, same=False, mean=True, scaled=False,
-              batches=2, last=True, seed=0, frozen=False, keeps=False, **settings):
+              batches=2, last=True, seed=0, frozen=False, keeps=False, times=1.0, clip="", **settings):
         model = net(seed if world > 1 else 0)
         model[3].weight.requires_grad_(world == 1 or not frozen)
         root = model
         if world > 1 and kind == "ddp":
             root = DistributedDataParallel(model)
         if world > 1 and kind == "fsdp":
-            narrow = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if name == "narrow" else MixedPrecisionPolicy()
+            narrow = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if name.startswith("narrow") else MixedPrecisionPolicy()
             for layer in (model[0], model[3]):
                 fully_shard(layer, mp_policy=narrow)
             fully_shard(model, mp_policy=narrow)
+        if world > 1 and kind == "fsdp1":
+            options = {"use_orig_params": True, "device_id": torch.device("cpu")}
+            model[0] = FullyShardedDataParallel(model[0], **options)
+            root = FullyShardedDataParallel(model, **options)
         settings = settings if world > 1 else {}
         update = optimizer(root.parameters(), lr=lr if world > 1 else 0.1, **settings)
         with opdrift.record(name, model=root):
             for x, y in zip(data[:batches], aims):
-                F.mse_loss(root(share(x, same)).float(), share(y, same)).backward()
+                loss = F.mse_loss(root(share(x, same)).float(), share(y, same))
+                (loss * (times if world > 1 else 1.0)).backward()
                 if world > 1 and kind == "manual":
                     for p in model.parameters():
                         dist.all_reduce(p.grad)
                         p.grad /= world if mean else 1
                 if world > 1 and scaled:
                     model[3].weight.grad.mul_(1.1)
+                if clip == "parts" and world > 1:
+                    parts = [getattr(p.grad, "_local_tensor", p.grad) for p in root.parameters() if p.grad is not None]
+                    norm = torch.stack([part.norm() for part in parts]).norm()
+                    for part in parts:
+                        part.mul_(0.01 / norm)
+                elif clip and kind == "fsdp1" and world > 1:
+                    root.clip_grad_norm_(0.01)
+                elif clip:
+                    nn.utils.clip_grad_norm_(root.parameters(), 0.01)
                 update.step()
                 if world == 1 or not keeps:
                     update.zero_grad()
@@ -93,6 +108,12 @@ PROGRAM = dedent(START) + dedent(
     train("adam-decay", kind="fsdp", optimizer=torch.optim.AdamW, lr=0.1, weight_decay=0.0101)
     train("no-more", kind="fsdp", batches=1, last=False)
     train("narrow", kind="fsdp")
+    for kind in ("fsdp", "fsdp1"):
+        train(f"{kind}-clipped", kind=kind, optimizer=torch.optim.AdamW, clip="whole")
+        train(f"{kind}-clipped-apart", kind=kind, optimizer=torch.optim.AdamW, clip="parts")
+        train(f"{kind}-twice", kind=kind, optimizer=torch.optim.AdamW, times=2.0)
+    train("narrow-twice", kind="fsdp", times=2.0)
+    train("no-more-twice", kind="fsdp", batches=1, last=False, times=2.0)
     attend("noise")
     infer("infer")
     infer("infer-other", seed=5)
@@ -134,6 +155,8 @@ def summary(runs: tuple[Path, Path], name: str, slug: str) -> str:
         ("fsdp", "the updates of"),
         ("adam", "the updates of"),
         ("noise", "the updates of"),
+        ("fsdp-clipped", "the updates of"),
+        ("fsdp1-clipped", "the updates of"),
     ],
 )
 def test_shares_of_a_batch_differ_by_rounding(runs, name: str, what: str, swapped: bool):
@@ -194,6 +217,36 @@ def test_what_goes_wrong_behind_the_first_step_is_no_rounding(runs, name: str, s
 
 def test_another_decay_is_told_although_rounding_explains_what_comes_of_it(runs):
     assert "other: 0.999 against 0.99899" in summary(runs, "adam-decay", "op-args")
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("name", ["fsdp-twice", "fsdp1-twice", "narrow-twice", "no-more-twice"])
+def test_a_factor_that_the_optimizer_or_a_cast_hides_is_told_by_norms(
+    runs, name: str, swapped: bool
+):
+    """Adam divides gradients by their size, bfloat16 hides a step, and a step may be the last that is recorded."""
+    found = compared(runs, name, swapped=swapped).first
+
+    assert found is not None
+    assert found.cause.slug == "structure"
+    many = "left" if swapped else "right"
+    said = re.search(
+        rf"the norms of the gradients of the {many} run are ([0-9.]+) times as large",
+        found.cause.summary,
+    )
+    assert said
+    assert float(said[1]) == pytest.approx(2, rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "fsdp1"])
+def test_gradients_that_each_rank_clips_by_the_norm_of_its_part_are_told(runs, kind: str):
+    found = compared(runs, f"{kind}-clipped-apart").first
+
+    assert found is not None
+    assert found.cause.slug == "structure"
+    assert "the norms of the gradients of the first step differ by" in found.cause.summary
+    assert "clipped by the norm of all parts together" in found.cause.try_
+    assert any("the updates of the parameters agree to" in words for words in found.cause.evidence)
 
 
 def test_weights_that_differ_from_the_start_come_first(runs):

@@ -14,7 +14,7 @@ import numpy as np
 from opdrift.contents import Contents
 from opdrift.flow import is_collective
 from opdrift.provenance.ops import COPIES, FILLS, operator
-from opdrift.records import Leaf
+from opdrift.records import Leaf, OpInfo
 from opdrift.tracefile.columns import Ints
 from opdrift.tracefile.reader import Trace
 
@@ -42,6 +42,12 @@ class Updated:
     role: Role
 
 
+def hands_on(info: OpInfo) -> bool:
+    """Whether an op lays what it is given elsewhere, or brings it to other ranks, and computes nothing else."""
+    plain = operator(info.name)
+    return info.view or is_collective(info.name) or plain in _PACKING or plain in COPIES
+
+
 class Gradients:
     """Follows values of one trace to the parameters that they update.
 
@@ -59,7 +65,7 @@ class Gradients:
     def of(self, values: Iterable[int]) -> Updated | None:
         """What values are to an optimizer; None if none of them is known to update a parameter."""
         start = [v for v in values if v > 0]
-        held = [name for v in start for name in self._held(v)]
+        held = [name for v in start for name in self.held(v)]
         if held:
             return Updated(tuple(dict.fromkeys(held)), "parameter")
         found = tuple(dict.fromkeys(name for v in start for name in self._ends(v)))
@@ -119,7 +125,7 @@ class Gradients:
                     state = int(of[made])
                     if state in seen:
                         continue
-                    names = self._held(made)
+                    names = self.held(made)
                     if names:
                         yield from names
                         continue
@@ -184,18 +190,17 @@ class Gradients:
         ):
             return ()
         plain = operator(info.name)
-        if info.view or is_collective(info.name) or plain in _PACKING or plain in COPIES:
+        if hands_on(info):
             return outputs
         if not (info.pointwise or plain.startswith(("_foreach_", "_fused_")) or info.mutates):
             return ()
-        if plain.startswith(
-            ("_foreach_", "_fused_")
-        ):  # lists of one length each: those of the same tensor
-            length = math.gcd(len(outputs), len(ops.inputs[op]))
-            return [int(v) for n, v in enumerate(outputs) if n % length == position % length]
         size = self._contents.layouts.size
         given = int(size.at(int(ops.inputs[op][position])))
-        return [v for v in outputs if int(size.at(v)) >= given]
+        if plain.startswith(("_foreach_", "_fused_")):
+            # lists of one length each: those of the same tensor
+            length = math.gcd(len(outputs), len(ops.inputs[op]))
+            outputs = [v for n, v in enumerate(outputs) if n % length == position % length]
+        return [int(v) for v in outputs if int(size.at(v)) >= given]  # no norm of it
 
     def _is_gradient(self, value: int) -> bool:
         """Whether what a value holds was written by a backward pass, or is a copy of such in its storage."""
@@ -211,7 +216,7 @@ class Gradients:
     def _name(self, op: int) -> str:
         return self.trace.op_info(int(self.trace.ops.signature[op])).name
 
-    def _held(self, value: int) -> list[str]:
+    def held(self, value: int) -> list[str]:
         """Names of the parameters that a value is, or a part of which it is, whatever they held when they were named."""
         rows = self._by_storage.get(int(self.trace.values.storage[value]), ())
         rows = [row for row in rows if self._overlap(row.value, value)]

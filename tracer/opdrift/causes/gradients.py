@@ -262,7 +262,8 @@ def _changing(e: Evidence, n: int) -> list[int]:
 def _copied_from(side: Side, copies: Sequence[int]) -> list[int]:
     """The collectives whose results are copied into a gradient, as DDP does with its buckets."""
     states = side.contents.states
-    made = [int(states.writer[states.of[int(side.trace.ops.inputs[op][-1])]]) for op in copies]
+    given = [inputs[-1] for op in copies if len(inputs := side.trace.ops.inputs[op])]
+    made = [int(states.writer[states.of[value]]) for value in given]
     return sorted({op for op in made if op >= 0 and is_collective(side.name(op))})
 
 

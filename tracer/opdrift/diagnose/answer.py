@@ -34,7 +34,7 @@ from opdrift.diagnose.portions import (
     Settled,
     is_weight,
     portions_of,
-    steps_with_other_numbers,
+    steps_made_otherwise,
 )
 from opdrift.diagnose.reach import reach_of
 from opdrift.diagnose.reordered import settled
@@ -342,9 +342,10 @@ def _in_portions(
         return weights
     answer = Judged(portions.origin, portions.size, (portions.cause,))
     shared = Shared(case, environment)
-    sized = ((o, size_of(case, o, tolerance)) for o in steps_with_other_numbers(case))
+    made = steps_made_otherwise(case, material=portions.size.material)
+    sized = ((o, size_of(case, o, tolerance)) for o in made)
     steps = [Judged(o, size, causes_of(Evidence(o, size, shared))) for o, size in islice(sized, 1)]
-    gradients = portions.step.what == "gradient" and not portions.step.agrees
+    gradients = portions.step.what != "update" and not portions.step.agrees
     return [*weights, answer, *steps] if gradients else [*weights, *steps, answer]
 
 

@@ -282,10 +282,14 @@ def _numbers(signature: Signature) -> Iterator[Number]:
             yield name, value
 
 
-def updated_otherwise(case: Case) -> Iterator[Origin]:
+def updated_otherwise(case: Case, *, numbers: bool = False) -> Iterator[Origin]:
     """Parameters that the runs keep in different ways and update by other calls, where each is read first after it.
 
     Where one run computes in another type its parameters differ from the start, and sizes tell nothing of an update.
+
+    Args:
+        case: Both runs.
+        numbers: Only calls with other numbers: what else one run calls may come to the same.
     """
     apart = differently_sharded(case.left.trace, case.right.trace)
     inputs, pairing = case.compared.inputs, case.pairing
@@ -305,7 +309,8 @@ def updated_otherwise(case: Case) -> Iterator[Origin]:
             continue
         looked_at.add(origin.names[0])
         found = unlike(case, origin)
-        if found.renumbered or bool(found.only.left) != bool(found.only.right):
+        alone = bool(found.only.left) != bool(found.only.right)
+        if found.renumbered or (alone and not numbers):
             yield origin
         if len(looked_at) == _LOOKED_AT:
             return

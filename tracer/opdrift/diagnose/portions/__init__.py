@@ -18,6 +18,7 @@ import numpy as np
 from opdrift.case import Case
 from opdrift.causes.gradients import updated_at
 from opdrift.compare import difference
+from opdrift.diagnose.portions.norms import by_norms, norms_of
 from opdrift.diagnose.portions.results import Results, put_together
 from opdrift.diagnose.portions.split import Split, split_of
 from opdrift.diagnose.portions.step import SAYS_NOTHING, FirstStep, first_step
@@ -75,26 +76,28 @@ def portions_of(
     if split is None:
         return None
     step = first_step(case, split)
+    if step is None or (step.what == "update" and step.agrees):
+        norms = norms_of(case, fellows)
+        if norms is not None:
+            step = by_norms(norms, step)
     if step is None:
         if any(map(is_weight, found.origins)):
             doubt = _nothing_of_all(case, split, None)
             return Settled(f"{given_in(split)}: weights were compared, and nothing else", doubt)
         return _by_results(case, split, fellows)
-    row, left, right = step.worst
-    op: Sides[int | None] = Sides(int(case.pairing.left[row]), int(case.pairing.right[row]))
     ends = _ends(case, found, step) or _last_read(case, step)
     material = not step.agrees or any(end.relative > end.explained for end in ends)
     origin = Origin(
         kind="structure",
         story="region",
-        op=op,
-        row=row,
-        values=Sides(left, right),
+        op=step.op,
+        row=step.row,
+        values=step.values,
         slot=None,
-        order=float(case.pairing.left[row]),
+        order=float(step.op.left or 0),
     )
     size = Size(step.gap, None, step.limit, material)
-    return Portions(origin, size, step, cause_of(case, split, step, ends, op, material=material))
+    return Portions(origin, size, step, cause_of(case, split, step, ends, material=material))
 
 
 def is_weight(origin: Origin) -> bool:
@@ -103,8 +106,11 @@ def is_weight(origin: Origin) -> bool:
     return origin.kind == "leaf" and leaf is not None and leaf.kind in ("parameter", "buffer")
 
 
-def steps_with_other_numbers(case: Case) -> Iterator[Origin]:
-    """Ops of an optimizer's step, or updates of a sharded parameter, that are called with other numbers."""
+def steps_made_otherwise(case: Case, *, material: bool) -> Iterator[Origin]:
+    """Ops of an optimizer's step, or updates of a sharded parameter, that are called with other numbers.
+
+    Where what comes of them differs, updates of which one run calls other ops as well.
+    """
     ops, left = case.left.trace.ops, case.pairing.left
     behind = left > np.argmax(ops.phase == 1)
     outside = behind & (ops.phase[left] == 0) & (ops.call[left] == 0)
@@ -112,7 +118,7 @@ def steps_with_other_numbers(case: Case) -> Iterator[Origin]:
         origin = called_otherwise(case, row)
         if origin is not None and updated_at(case, origin) is not None:
             yield origin
-    yield from updated_otherwise(case)
+    yield from updated_otherwise(case, numbers=not material)
 
 
 def _ends(case: Case, found: Found, step: FirstStep) -> list[End]:

@@ -20,6 +20,7 @@ from opdrift.compare import Difference, dtype_epsilon
 from opdrift.diagnose.portions.noise import divides_by_size, noise_of_steps
 from opdrift.diagnose.portions.split import Split
 from opdrift.origins.updates import before_of, contents_of, gathered_origin, gathered_parameter
+from opdrift.records import Sides
 from opdrift.sizes import measure
 from opdrift.tracefile.fingerprints import Fingerprint
 
@@ -45,28 +46,36 @@ class FirstStep:
     """What the first step comes to, and how that of the right run is related to that of the left one.
 
     Attributes:
-        what: "gradient", or "update" of a parameter.
+        what: "gradient", its "norm", or "update" of a parameter.
         count: How many.
         relative: ||left - right|| / ||left|| of all together.
         factor: The one number that turns the left ones into the right ones; None if there is none.
-        worst: Which is the furthest apart, in parts of all.
-        gap: How far its two values are.
+        row: The pair of ops that read what is the furthest apart, in parts of all; -1 where it is not one pair.
+        op: These ops.
+        values: What they read.
+        gap: How far that is apart.
         limit: What rounding explains of `relative`.
         noise: By parameter what rounding explains of its step, in parts of it; none where the optimizer does not divide
             gradients by their size, or they are not known.
         apart: Names of the parameters of those that rounding does not explain, by themselves, the furthest first; "" where
             it is not known whose one is.
+        lengths: How far the norms of the gradients are apart, beside updates; None where they are not known.
+        updates: How far the updates are apart, beside the norms of gradients; None where they are not known.
     """
 
     what: str
     count: int
     relative: float
     factor: float | None
-    worst: Row
+    row: int
+    op: Sides[int | None]
+    values: Sides[int | None]
     gap: Difference
     limit: float
     noise: Mapping[str, float]
     apart: tuple[str, ...]
+    lengths: float | None = None
+    updates: float | None = None
 
     @property
     def agrees(self) -> bool:
@@ -121,7 +130,7 @@ def _noise(case: Case, whole: int, gradients: Mapping[str, int], depth: int) -> 
     prints = {n: side.nearest_fingerprint(v) for n, v in gradients.items() if n}
     known = {name: content for name, content in prints.items() if content is not None}
     units = [dtype_epsilon(side.trace.meta(v).dtype) / 2 for v in gradients.values()]
-    return noise_of_steps(known, _limit(case, max(units, default=0.0), depth))
+    return noise_of_steps(known, rounding_of_gradients(case, max(units, default=0.0), depth))
 
 
 def _whole_gradients(side: Side) -> dict[str, int]:
@@ -281,17 +290,20 @@ def _related(
         return None
     terms = sorted(terms, key=lambda term: -term.absolute)
     unit = max(dtype_epsilon(case.left.trace.meta(t.row[1]).dtype) / 2 for t in terms)
-    limit = _limit(case, unit, len(terms))
+    limit = rounding_of_gradients(case, unit, len(terms))
     lost = sum(t.lost**2 * t.ssq[0] for t in terms if t.ssq[0])
     limit_of_all = limit + math.sqrt(lost / total)
     if limit_of_all > SAYS_NOTHING:
         return None
+    row, *values = terms[0].row
     return FirstStep(
         what=what,
         count=len(terms),
         relative=math.sqrt(sum(t.absolute**2 for t in terms) / total),
         factor=_factor(terms),
-        worst=terms[0].row,
+        row=row,
+        op=Sides(int(case.pairing.left[row]), int(case.pairing.right[row])),
+        values=Sides(*values),
         gap=terms[0].gap,
         limit=limit_of_all,
         noise=noise,
@@ -335,7 +347,7 @@ def _factor(terms: Sequence[_Term]) -> float | None:
     return factor
 
 
-def _limit(case: Case, unit: float, depth: int) -> float:
+def rounding_of_gradients(case: Case, unit: float, depth: int) -> float:
     """What rounding explains of a gradient: twice the depth of the model, in the coarsest arithmetic of its products."""
     for side in (case.left, case.right):
         signatures = side.trace.ops.signature

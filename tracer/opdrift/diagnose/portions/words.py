@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from opdrift.case import Case
 from opdrift.causes.evidence import cause, counted, some
@@ -14,6 +15,11 @@ from opdrift.diagnose.portions.step import SAME_FACTOR, FirstStep
 from opdrift.records import Cause, Sides
 
 _SIDES = ("left", "right")
+_WHAT: Final = {
+    "gradient": "the gradients",
+    "norm": "the norms of the gradients",
+    "update": "the updates of the parameters",
+}
 
 
 def given_in(split: Split) -> str:
@@ -68,7 +74,6 @@ def cause_of(
     split: Split,
     step: FirstStep,
     ends: Sequence[End],
-    op: Sides[int | None],
     *,
     material: bool,
 ) -> Cause:
@@ -79,11 +84,10 @@ def cause_of(
         split: How they divide batches.
         step: What the first step comes to.
         ends: What the runs end with.
-        op: The ops that read what is furthest apart.
         material: Whether rounding does not explain all of it.
     """
     words = _words(split, step)
-    evidence = _evidence(case, step, ends, op)
+    evidence = _evidence(case, step, ends)
     size = number(step.relative)
     if not material:
         return cause(
@@ -110,13 +114,12 @@ def cause_of(
         "likely",
         f"{words.given}; {words.what} of the first step differ by {size}, and by no single factor",
         evidence,
-        _check_the_parts(split),
+        _check_the_parts(split, step),
     )
 
 
 def _words(split: Split, step: FirstStep) -> _Words:
-    what = "the gradients" if step.what == "gradient" else "the updates of the parameters"
-    return _Words(given_in(split), what, *_order(split))
+    return _Words(given_in(split), _WHAT[step.what], *_order(split))
 
 
 def _way(calls: int, ranks: int) -> str:
@@ -126,15 +129,18 @@ def _way(calls: int, ranks: int) -> str:
     return f"in {calls * ranks} parts ({each} on each of {ranks} ranks)"
 
 
-def _evidence(case: Case, step: FirstStep, ends: Sequence[End], op: Sides[int | None]) -> list[str]:
-    what = "gradient" if step.what == "gradient" else "parameter's update"
-    many = (
-        counted(step.count, what)
-        if step.count == 1 or step.what == "gradient"
-        else f"the updates of {step.count} parameters"
-    )
+def _evidence(case: Case, step: FirstStep, ends: Sequence[End]) -> list[str]:
+    many = counted(step.count, "parameter" if step.what == "update" else "gradient")
+    if step.what != "gradient":
+        many = f"the {step.what}{'s' if step.count > 1 else ''} of {many}"
     return [
         f"first step: {many}, relative difference {number(step.relative)}; rounding explains {number(step.limit)}",
+        f"the norms of the gradients, of which each rank holds a part, agree to {number(step.lengths)}"
+        if step.lengths is not None
+        else "",
+        f"the updates of the parameters agree to {number(step.updates)}: the optimizer divides gradients by their own size"
+        if step.updates is not None
+        else "",
         *(
             f"end of the run: {end.kind}s, relative difference {number(end.relative)}; rounding explains {number(end.explained)}"
             for end in ends
@@ -145,7 +151,7 @@ def _evidence(case: Case, step: FirstStep, ends: Sequence[End], op: Sides[int | 
         *(
             f"{name}: {side.place(i)} reads them first"
             for name, side, i in zip(
-                _SIDES, (case.left, case.right), (op.left, op.right), strict=True
+                _SIDES, (case.left, case.right), (step.op.left, step.op.right), strict=True
             )
             if i is not None
         ),
@@ -171,9 +177,14 @@ def _of_some(split: Split, step: FirstStep, words: _Words, evidence: list[str]) 
     )
 
 
-def _check_the_parts(split: Split) -> str:
+def _check_the_parts(split: Split, step: FirstStep) -> str:
     shared = split.ranks.left != split.ranks.right
     reduced = ", that every gradient is reduced over the ranks" if shared else ""
+    if step.what == "norm":
+        reduced += (
+            ", that gradients are clipped by the norm of all parts together (not by what torch makes of the parts of one rank:"
+            " FSDP1 and fairscale have a clip_grad_norm_ of their own)"
+        )
     return (
         f"Check that the parts hold the same samples as the batch{reduced}, that each part's loss is weighted by its size (a"
         " mean over parts of unequal length is not the mean of the batch), and that no layer looks at the whole batch"
