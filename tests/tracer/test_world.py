@@ -199,3 +199,39 @@ def test_the_minority_is_what_is_not_with_most():
     assert minority({0: "a", 1: "a"}) == ((), 0)
     assert minority({0: "b", 1: "a", 2: "a"}) == ((0,), 1)
     assert minority({0: "a", 1: "b"}) == ((1,), 0)
+
+
+def gathers_and_issues(*parameters: list[object], size: int = 8) -> Callable[[Builder], None]:
+    """A rank that has gathered these parameters, and issues a collective."""
+
+    def body(build: Builder) -> None:
+        fields = {"library": "torch_fsdp", "unit": "fc", "buffer": "fc", "layout": "each", "ranks": [0, 1]}  # fmt: skip
+        rank = build.build().header.rank
+        build.mark("gather", **fields, rank=rank, parameters=list(parameters), intact=True)
+        issues({"given": [["float32", size]], "got": [["float32", size]]})(build)
+
+    return body
+
+
+@pytest.mark.parametrize(
+    ("theirs", "words"),
+    [
+        ([["fc.weight", 0, [8, 8]]], None),
+        (
+            [["fc.weight", 0, [9, 8]]],
+            "fc.weight is [8, 8] on rank 0 and [9, 8] on rank 1: their models differ",
+        ),
+        (
+            [["fc.weight", 0, [8, 8]], ["last.weight", 64, [8]]],
+            "rank 1 has gathered last.weight, rank 0 has not: look whether they built the same model",
+        ),
+    ],
+    ids=["the same", "another shape", "one more"],
+)
+def test_models_that_differ_are_told_where_ranks_do_not_agree_about_a_collective(theirs, words):
+    (found,) = findings(
+        world(gathers_and_issues(["fc.weight", 0, [8, 8]]), gathers_and_issues(*theirs, size=9))
+    )
+
+    told = [line for line in found.cause.evidence if "model" in line]
+    assert told == ([] if words is None else [words])

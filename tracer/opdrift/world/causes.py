@@ -19,6 +19,7 @@ from opdrift.world.collectives import Collective, Disagreement, World
 from opdrift.world.ends import End, ends
 from opdrift.world.loads import LoadedDifferently
 from opdrift.world.messages import Message
+from opdrift.world.models import other_models
 from opdrift.world.passed import WrongMessage
 from opdrift.world.replicas import Replicas, Split
 from opdrift.world.results import WrongResult
@@ -68,6 +69,8 @@ def of_disagreement(world: World, found: Disagreement, odd: Sequence[int]) -> Ca
     ]
     if found.about == "missing":
         evidence += met_in_other_steps(world)
+    else:
+        evidence += other_models(world)
     if found.about in ("dtype", "reduction"):
         evidence.append(
             "nothing raises an error for this: the bytes are taken for what they are not"
