@@ -173,6 +173,7 @@ def _named(compared: Compared, left: LeafTable, right: LeafTable) -> list[Sink]:
     apart = differently_sharded(compared.left.trace, compared.right.trace)
     # per side, what need not be had once more
     known = held(compared.right, right), held(compared.left, left)
+    gone = _has_no_model_left(compared.left, left), _has_no_model_left(compared.right, right)
     for kind in kinds:
         a, b = _by_name(left.outputs, kind, apart), _by_name(right.outputs, kind, apart)
         rest: tuple[list[Leaf], list[Leaf]] = ([], [])
@@ -185,6 +186,8 @@ def _named(compared: Compared, left: LeafTable, right: LeafTable) -> list[Sink]:
             found += [_sink(compared, kind, name, x.value, y.value) for x, y in (*pairs, *more)]
             rest[0].extend(over[0])
             rest[1].extend(over[1])
+        if kind == "gradient":
+            rest = _without_models(rest, gone)
         if kind in ("parameter", "buffer"):
             rest = _with_entries(compared, kind, rest, (left, right), found)
         for side in (0, 1):
@@ -213,6 +216,26 @@ def _differ(compared: Compared, left: int, right: int) -> bool:
     row = compared.made_by_one_pair(left, right)
     # unknown content: as its maker
     return status == 0 and row >= 0 and bool(compared.tainted[row])
+
+
+def _has_no_model_left(contents: Contents, table: LeafTable) -> bool:
+    """Whether parameters were written, and none is there when the run ends: its modules did not live that long.
+
+    A wrapper that the program makes for a while, such as DistributedDataParallel, takes the names with it.
+    """
+    if any(leaf.kind in ("parameter", "buffer", "gradient") for leaf in table.outputs):
+        return False
+    last = _Last(contents.trace)
+    starts = (leaf for leaf in table.starts if leaf.kind == "parameter" and leaf.name)
+    write = contents.trace.values.write
+    return any(write[last.of(leaf.value)] > write[leaf.value] for leaf in starts)
+
+
+def _without_models(
+    rest: tuple[list[Leaf], list[Leaf]], gone: tuple[bool, bool]
+) -> tuple[list[Leaf], list[Leaf]]:
+    """Gradients that one run alone has, but for those that the other run could no longer name."""
+    return [] if gone[1] else rest[0], [] if gone[0] else rest[1]
 
 
 def _with_entries(
