@@ -36,13 +36,17 @@ def checkpoint() -> dict[str, Tensor]:
 CHECKPOINT = checkpoint()
 
 
-def fsdp1(model: nn.Module) -> nn.Module:
+def fsdp1(model: nn.Module, *, use_orig_params: bool = True) -> nn.Module:
     return FullyShardedDataParallel(
         model,
         auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
-        use_orig_params=True,
+        use_orig_params=use_orig_params,
         device_id=torch.device("cpu"),
     )
+
+
+def flat(model: nn.Module) -> nn.Module:
+    return fsdp1(model, use_orig_params=False)
 
 
 def fsdp2(model: nn.Module, precision: MixedPrecisionPolicy | None = None) -> nn.Module:
@@ -134,6 +138,7 @@ def main(rank: int, folder: Path) -> None:
     for name, wrap in WRAPS.items():
         for when in LOADS:
             run(wrap, when, folder / f"{name}-{when}")
+    run(flat, "inside", folder / "flat-inside")
     older = {name: tensor * 1.25 for name, tensor in CHECKPOINT.items()}
     for name in ("ddp", "fsdp1", "fsdp2"):
         run_apart(WRAPS[name], folder / f"{name}-one", {} if rank else CHECKPOINT)

@@ -141,3 +141,17 @@ def test_statistics_that_one_rank_starts_with_are_found_where_the_model_is_built
         "differs between ranks 0 and 1, when a module first read it"
     )
     assert not findings_of(folder / f"{wrap}-statistics")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_flat_parameter_is_no_other_result_than_the_parts_of_it(folder: Path, rank: int):
+    """With `use_orig_params` FSDP1 leaves parts under the parameters' names, and without a flat parameter."""
+    flat, parts, never = (
+        folder / f"{name}" for name in ("flat-inside", "fsdp1-inside", "fsdp1-never")
+    )
+
+    assert opdrift.diff(flat, parts, rank=rank).verdict == "identical"
+    assert opdrift.diff(parts, flat, rank=rank).verdict == "identical"
+    found = opdrift.diff(flat, never, rank=rank)
+    assert found.first is not None
+    assert found.first.cause.slug == "weights"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
@@ -20,7 +20,7 @@ from opdrift.pairs import DIFFERENT, EQUAL, Compared
 from opdrift.records import Leaf, LeafKind
 from opdrift.regionresults import results_of_regions
 from opdrift.samples import SampleContents
-from opdrift.shards import differently_sharded
+from opdrift.shards import differently_sharded, sharding
 from opdrift.tracefile.columns import Ints
 from opdrift.tracefile.reader import Trace
 
@@ -173,6 +173,7 @@ def _named(compared: Compared, left: LeafTable, right: LeafTable) -> list[Sink]:
     apart = differently_sharded(compared.left.trace, compared.right.trace)
     # per side, what need not be had once more
     known = held(compared.right, right), held(compared.left, left)
+    parts = _held_by_others(compared, left, right)
     gone = _has_no_model_left(compared.left, left), _has_no_model_left(compared.right, right)
     for kind in kinds:
         a, b = _by_name(left.outputs, kind, apart), _by_name(right.outputs, kind, apart)
@@ -188,6 +189,8 @@ def _named(compared: Compared, left: LeafTable, right: LeafTable) -> list[Sink]:
             rest[1].extend(over[1])
         if kind == "gradient":
             rest = _without_models(rest, gone)
+        if kind in ("parameter", "gradient"):
+            rest = _without_parts(rest, parts)
         if kind in ("parameter", "buffer"):
             rest = _with_entries(compared, kind, rest, (left, right), found)
         for side in (0, 1):
@@ -236,6 +239,27 @@ def _without_models(
 ) -> tuple[list[Leaf], list[Leaf]]:
     """Gradients that one run alone has, but for those that the other run could no longer name."""
     return [] if gone[1] else rest[0], [] if gone[0] else rest[1]
+
+
+def _held_by_others(compared: Compared, left: LeafTable, right: LeafTable) -> frozenset[str]:
+    """Names of what holds parts when the runs end, where that is another tensor in each of them.
+
+    FSDP1 keeps a flat parameter, and with `use_orig_params` its parts under the names of the parameters.
+    """
+    known = {*sharding(compared.left.trace), *sharding(compared.right.trace)}
+    held = [
+        {leaf.name for leaf in table.outputs if leaf.kind in ("parameter", "gradient")} & known
+        for table in (left, right)
+    ]
+    return frozenset(held[0] ^ held[1]) if all(held) else frozenset()
+
+
+def _without_parts(
+    rest: tuple[list[Leaf], list[Leaf]], parts: frozenset[str]
+) -> tuple[list[Leaf], list[Leaf]]:
+    """Results without a namesake, but for parts that the other run holds in other tensors."""
+    left, right = ([leaf for leaf in leaves if leaf.name not in parts] for leaves in rest)
+    return left, right
 
 
 def _with_entries(
@@ -364,16 +388,17 @@ def _alive(compared: Compared, left: LeafTable, right: LeafTable, *, only_one: b
     """
     found = []
     by_maker: dict[tuple[int, int], int] = {}
-    for leaf in right.alive:
-        by_maker.setdefault(made(compared.right, leaf.value), leaf.value)
-    for leaf in left.alive:
-        op, slot = made(compared.left, leaf.value)
+    parts = _held_by_others(compared, left, right)
+    for value in _outliving(compared.right, right, parts):
+        by_maker.setdefault(made(compared.right, value), value)
+    for value in _outliving(compared.left, left, parts):
+        op, slot = made(compared.left, value)
         partner = int(compared.pairing.right_of[op]) if op >= 0 else -1
         match = by_maker.pop((partner, slot), None) if partner >= 0 else None
         if match is not None:
-            found.append(_sink(compared, "alive", "", leaf.value, match))
+            found.append(_sink(compared, "alive", "", value, match))
         elif only_one and op >= 0:
-            found.append(Sink("", "alive", leaf.value, None, differs=True))
+            found.append(Sink("", "alive", value, None, differs=True))
     if only_one:
         found += [
             Sink("", "alive", None, value, differs=True)
@@ -381,6 +406,13 @@ def _alive(compared: Compared, left: LeafTable, right: LeafTable, *, only_one: b
             if op >= 0
         ]
     return found
+
+
+def _outliving(contents: Contents, table: LeafTable, parts: frozenset[str]) -> Iterator[int]:
+    """Values that outlived a run, but for what is held under these names."""
+    storage = contents.trace.values.storage
+    held = {int(storage[leaf.value]) for leaf in table.outputs if leaf.name in parts}
+    return (leaf.value for leaf in table.alive if int(storage[leaf.value]) not in held)
 
 
 def _more(
