@@ -173,9 +173,26 @@ def both_wrote(e: Evidence, ways: Ways) -> tuple[str, tuple[str, ...]] | None:
         if found[n] == "loaded"
     )
     if found[0] == found[1]:
-        return "both runs loaded them, each from something else", evidence
+        parts = [n for n in (0, 1) if any(_in_parts(e, n, pair[n]) for pair in found[2])]
+        if not parts:
+            return "both runs loaded them, each from something else", evidence
+        where = SIDES[parts[0]] if len(parts) == 1 else "either"
+        return (
+            "both runs loaded them: from something else, or not on every rank",
+            (
+                *evidence,
+                f"what a rank of the {where} run gathers comes from other ranks, too: `opdrift show TRACE --findings` names one"
+                " that loaded something else, or nothing",
+            ),
+        )
     number = 0 if found[0] == "loaded" else 1
     return f"the {SIDES[number]} run loaded them, the {SIDES[1 - number]} run never did", evidence
+
+
+def _in_parts(e: Evidence, number: int, which: Held) -> bool:
+    """Whether several ranks of a run hold parts of a tensor: how this rank came to its own says nothing of the others'."""
+    side = (e.case.left, e.case.right)[number]
+    return (side.trace.header.world_size or 1) > 1 and which.leaf.name in side.leaves.shards
 
 
 def _writer(e: Evidence, number: int, all_: Sequence[Held]) -> str:

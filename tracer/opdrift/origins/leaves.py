@@ -229,7 +229,11 @@ def maker_ops(case: Case, origins: list[Origin]) -> Sides[set[int]]:
     """Ops that made the leaves of origins during the run: a draw, a fill, a copy; the leaf stands for them."""
     left = [leaf.left.value for o in origins for leaf in (o.leaf, *o.members) if leaf.left]
     right = [leaf.right.value for o in origins for leaf in (o.leaf, *o.members) if leaf.right]
-    return Sides(_makers(case.left, left), _makers(case.right, right))
+    loads = Sides(
+        {op for o in origins for op in o.region.left},
+        {op for o in origins for op in o.region.right},
+    )
+    return Sides(loads.left | _makers(case.left, left), loads.right | _makers(case.right, right))
 
 
 def _makers(side: Side, values: list[int]) -> set[int]:
