@@ -155,3 +155,20 @@ def test_a_flat_parameter_is_no_other_result_than_the_parts_of_it(folder: Path, 
     found = opdrift.diff(flat, never, rank=rank)
     assert found.first is not None
     assert found.first.cause.slug == "weights"
+
+
+@pytest.mark.parametrize("wrap", ["fsdp1", "fsdp2"])
+def test_a_rank_that_loaded_something_else_is_named_where_its_run_is_compared(
+    folder: Path, wrap: str
+):
+    """In either order of the runs; and of runs that load alike no rank is."""
+    plain, one, never = (folder / name for name in ("plain-inside", f"{wrap}-one", f"{wrap}-never"))
+
+    there, back = opdrift.diff(plain, one), opdrift.diff(one, plain)
+
+    said = "run, rank 1 did not load 0.weight, "
+    assert any(note.startswith(f"in the right {said}") for note in there.notes)
+    assert any(note.startswith(f"in the left {said}") for note in back.notes)
+    assert there.first is not None
+    assert "each from something else" not in there.first.cause.summary
+    assert not any("did not load" in note for note in opdrift.diff(plain, never).notes)

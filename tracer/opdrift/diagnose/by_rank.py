@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from opdrift.diagnose import one_process
 from opdrift.diagnose.ended import Compare, Endings
 from opdrift.errors import IncomparableTracesError
+from opdrift.gathers import gather_findings
 from opdrift.records import RANK_ENDED, Cause, Confidence, Diagnosis, Divergence
 from opdrift.tracefile.reader import Trace
 from opdrift.wording import counted, listed
@@ -87,8 +88,20 @@ def of_ranks(
         *(one_process.said_of(alone, tuple(sorted(told)), apart, best) if alone else ()),
         *(f"rank {rank} could not be compared: {error}" for rank, error in open_ended.items()),
         *_uneven(left, right),
+        *_loads_apart(told[best], {"left": left, "right": right}),
     ]
     return replace(told[best], notes=(*told[best].notes, *notes), ranks=told)
+
+
+def _loads_apart(one: Diagnosis, sides: Mapping[str, Mapping[int, Trace]]) -> Iterator[str]:
+    """Where weights differ: ranks whose parts were not loaded, or from something else, as one run alone shows it."""
+    if one.first is None or one.first.cause.slug != "weights":
+        return
+    for name, traces in sides.items():
+        if len(traces) > 1:
+            for finding in gather_findings(list(traces.values())):
+                if finding.cause.slug == "weights":
+                    yield f"in the {name} run, {finding.cause.summary}"
 
 
 def _with_reason(error: IncomparableTracesError, endings: Endings) -> IncomparableTracesError:
