@@ -16,6 +16,7 @@ from opdrift.records import Diagnosis
 #: Every case is recorded by one process with whole batches, and by two ranks with a half each.
 PROGRAM = dedent(START) + dedent(
     """
+    import contextlib
     from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
     from torch.nn import functional as F
     world = int(sys.argv[3])
@@ -86,6 +87,14 @@ PROGRAM = dedent(START) + dedent(
             with torch.no_grad():
                 model(x[1])
 
+    def fail(name):
+        model = net()
+        if world > 1:
+            fully_shard(model)
+            model.set_gradient_divide_factor(1.0)  # gloo cannot multiply while it adds up
+        with contextlib.suppress(RuntimeError), opdrift.record(name, model=model):
+            model(share(data[0])).mean().backward()
+
     def infer(name, rows=8, seed=0):
         model = net(seed if world > 1 else 0).double()
         with opdrift.record(name, model=model), torch.no_grad():
@@ -115,6 +124,7 @@ PROGRAM = dedent(START) + dedent(
     train("narrow-twice", kind="fsdp", times=2.0)
     train("no-more-twice", kind="fsdp", batches=1, last=False, times=2.0)
     attend("noise")
+    fail("failed")
     infer("infer")
     infer("infer-other", seed=5)
     dist.destroy_process_group()
@@ -253,6 +263,16 @@ def test_weights_that_differ_from_the_start_come_first(runs):
     assert "tensors of the model differ before the first op" in summary(
         runs, "other-weights", "weights"
     )
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_run_that_raises_in_a_reduction_cannot_be_compared_and_the_reason_is_told(
+    runs, swapped: bool
+):
+    which = "left" if swapped else "right"
+
+    with pytest.raises(IncomparableTracesError, match=f"the {which} run ended with RuntimeError"):
+        compared(runs, "failed", swapped=swapped)
 
 
 def test_results_that_are_equal_end_to_end_are_identical(runs):

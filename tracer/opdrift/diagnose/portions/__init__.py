@@ -17,6 +17,7 @@ import numpy as np
 
 from opdrift.case import Case
 from opdrift.causes.gradients import updated_at
+from opdrift.causes.structure import end_of
 from opdrift.compare import difference
 from opdrift.diagnose.portions.norms import by_norms, norms_of
 from opdrift.diagnose.portions.results import Results, put_together
@@ -196,8 +197,14 @@ def _nothing_of_all(case: Case, split: Split, results: Results | None) -> Incomp
         if results is not None
         else ""
     )
+    footers = (("left", case.left.trace.footer), ("right", case.right.trace.footer))
+    ended = "".join(
+        f" Note that {end_of(name, footer)}."
+        for name, footer in footers
+        if footer is not None and footer.exception
+    )
     return IncomparableTracesError(
-        f"{left} and {right}: {given_in(split)}. No op of a forward pass can be compared then, and the recordings hold no"
+        f"{left} and {right}: {given_in(split)}.{ended} No op of a forward pass can be compared then, and the recordings hold no"
         f" gradient or updated parameter that both runs read whole and of which rounding (as in bfloat16) leaves something to compare.{seen} Record a training step and the beginning of the next"
         " forward, or give the single process the part of one rank; with batch=opdrift.Batch(...) single samples can be"
         " compared (--samples)."
