@@ -24,6 +24,8 @@ PROGRAM = dedent(START) + dedent(
     aims = torch.randn(3, 8, 40, generator=torch.Generator().manual_seed(2))
 
     def share(batch, same=False):
+        if same == "whole":
+            return batch
         return batch.chunk(world)[0 if same else rank]
 
     def net(seed=0):
@@ -121,6 +123,9 @@ PROGRAM = dedent(START) + dedent(
         train(f"{kind}-clipped", kind=kind, optimizer=torch.optim.AdamW, clip="whole")
         train(f"{kind}-clipped-apart", kind=kind, optimizer=torch.optim.AdamW, clip="parts")
         train(f"{kind}-twice", kind=kind, optimizer=torch.optim.AdamW, times=2.0)
+        for clip in ("whole", "parts"):
+            train(f"{kind}-all-{clip}", kind=kind, optimizer=torch.optim.AdamW, same="whole", clip=clip)
+        train(f"{kind}-halved", kind=kind, optimizer=torch.optim.AdamW, clip="whole", times=0.5)
     train("narrow-twice", kind="fsdp", times=2.0)
     train("no-more-twice", kind="fsdp", batches=1, last=False, times=2.0)
     attend("noise")
@@ -246,6 +251,26 @@ def test_a_factor_that_the_optimizer_or_a_cast_hides_is_told_by_norms(
     )
     assert said
     assert float(said[1]) == pytest.approx(2, rel=1e-3)
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("kind", ["fsdp", "fsdp1"])
+def test_each_rank_with_the_whole_batch_clips_alike_or_by_its_part(runs, kind: str, swapped: bool):
+    """By one call for all gradients, or one for each: that is no difference, and other norms are, though Adam hides them."""
+    right = compared(runs, f"{kind}-all-whole", swapped=swapped)
+    wrong = compared(runs, f"{kind}-all-parts", swapped=swapped)
+
+    assert right.verdict in ("identical", "rounding")
+    assert wrong.verdict == "diverged"
+    assert wrong.first is not None
+    assert "differ in length by" in wrong.first.cause.summary
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "fsdp1"])
+def test_a_factor_that_a_clipping_takes_away_is_told_as_it_was_before(runs, kind: str):
+    said = summary(runs, f"{kind}-halved", "structure")
+
+    assert "are 0.5 times as large, as if they were divided by the number of ranks once too" in said
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "fsdp1"])

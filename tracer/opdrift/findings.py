@@ -297,7 +297,8 @@ def _first_op(
     fresh = _per_op(trace, rows, made, inputs=False) & ~_per_op(trace, rows, excused, inputs=True)
     for index in np.flatnonzero(fresh).tolist():
         signature = trace.signature(int(trace.ops.signature[index]))
-        if signature.op.uninitialised or _asked_for(signature.arguments):
+        # a view makes none: what it is of is memory that others fill, and that was not looked at
+        if signature.op.view or signature.op.uninitialised or _asked_for(signature.arguments):
             continue
         op = trace.op(index)
         output, number = next((v, n) for v in op.outputs if (n := _at(made, rows[v])))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,6 +17,8 @@ from opdrift.tracefile.columns import Ints
 _STEERING: Final = frozenset(["_local_scalar_dense", "is_nonzero", "equal", "item"])
 #: Ops whose inputs and outputs are held as lists at a time.
 _BLOCK: Final = 1 << 15
+#: So many tensors may stand behind the lists that an op is given.
+_BEHIND_LISTS: Final = 3
 #: A walk back through unpaired ops stops after this many.
 _WALK: Final = 20_000
 
@@ -23,6 +26,27 @@ _WALK: Final = 20_000
 def is_collective(name: str) -> bool:
     """Whether an op of this name talks to other ranks: what it gives depends on what they do."""
     return name.startswith(("c10d.", "_c10d_functional."))
+
+
+def list_length(outputs: int, inputs: int) -> int:
+    """How long the lists are that an op on lists of tensors is given, from how many tensors it returns and is given in all.
+
+    Behind the lists there may be tensors for all of them: a factor, a learning rate, what a GradScaler found.
+    """
+    lengths = (
+        math.gcd(outputs, inputs - behind) for behind in range(min(_BEHIND_LISTS, inputs) + 1)
+    )
+    return next((length for length in lengths if length > 1), 1)
+
+
+def of_the_same(inputs: Sequence[int], outputs: Sequence[int], value: int) -> list[int]:
+    """Of what an op on lists of tensors is given, what stands in the place of one that it returns."""
+    returned = list(dict.fromkeys(outputs))  # a tensor that is written is returned as well
+    length = list_length(len(returned), len(inputs))
+    if length == 1 or value not in returned:
+        return list(inputs)
+    place = returned.index(value) % length
+    return [given for n, given in enumerate(inputs) if n % length == place]
 
 
 def steering_ops(contents: Contents) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Final, Literal
 import numpy as np
 
 from opdrift.contents import Contents
-from opdrift.flow import is_collective
+from opdrift.flow import is_collective, list_length
 from opdrift.provenance.ops import COPIES, FILLS, operator
 from opdrift.records import Leaf, OpInfo
 from opdrift.tracefile.columns import Ints
@@ -61,6 +60,7 @@ class Gradients:
     def __init__(self, contents: Contents) -> None:
         self._contents = contents
         self.trace: Trace = contents.trace
+        self._updating: dict[int, bool] = {}
 
     def of(self, values: Iterable[int]) -> Updated | None:
         """What values are to an optimizer; None if none of them is known to update a parameter."""
@@ -73,6 +73,12 @@ class Gradients:
             return None
         is_gradient = any(self._is_gradient(v) for v in start)
         return Updated(found, "gradient" if is_gradient else "state")
+
+    def updates(self, op: int) -> bool:
+        """Whether what an op makes ends in a parameter, by ops that keep its size."""
+        if op not in self._updating:
+            self._updating[op] = self.of(self.trace.ops.outputs[op].tolist()) is not None
+        return self._updating[op]
 
     def added_to_earlier(self, op: int) -> Updated | None:
         """The parameters to whose gradients an op adds what a later pass made than the one that left them; None if it does not.
@@ -197,8 +203,7 @@ class Gradients:
         size = self._contents.layouts.size
         given = int(size.at(int(ops.inputs[op][position])))
         if plain.startswith(("_foreach_", "_fused_")):
-            # lists of one length each: those of the same tensor
-            length = math.gcd(len(outputs), len(ops.inputs[op]))
+            length = list_length(len(outputs), len(ops.inputs[op]))
             outputs = [v for n, v in enumerate(outputs) if n % length == position % length]
         return [int(v) for v in outputs if int(size.at(v)) >= given]  # no norm of it
 

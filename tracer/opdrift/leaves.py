@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -103,6 +104,13 @@ class LeafTable:
         """By name the first row of this rank's part of a parameter that is gathered."""
         rows = self._contents.trace.leaves
         return {leaf.name: leaf for leaf in reversed(rows) if leaf.kind == "shard"}
+
+    @cached_property
+    def sizes(self) -> frozenset[int]:
+        """Of how many elements parameters, and this rank's parts of them, are."""
+        trace = self._contents.trace
+        rows = (leaf for leaf in trace.leaves if leaf.kind in ("parameter", "shard"))
+        return frozenset(math.prod(trace.meta(leaf.value).shape) for leaf in rows)
 
     def of(self, value: int) -> list[Leaf]:
         """Leaf rows that a value is, or is a view of."""

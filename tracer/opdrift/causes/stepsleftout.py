@@ -67,8 +67,8 @@ class StepsLeftOut:
 
 def _steps_left_out(case: Case, steps: Sequence[Sequence[OptimizerStep]]) -> Iterator[LeftOut]:
     sides = case.left, case.right
-    # a run that has none may step by other means
-    if not steps[0] or not steps[1]:
+    # a run that has none may step by other means; one that has as many goes backward more often for each
+    if not steps[0] or not steps[1] or len(steps[0]) == len(steps[1]):
         return
     for n, side in enumerate(sides):
         partner = (case.pairing.right_of, case.pairing.left_of)[n]

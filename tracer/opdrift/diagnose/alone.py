@@ -12,6 +12,8 @@ from opdrift.records import Diagnosis, Finding, Sides
 from opdrift.steps import Steps
 from opdrift.tracefile.reader import Trace
 from opdrift.wording import counted
+from opdrift.world.collectives import World
+from opdrift.world.findings import world_findings
 
 
 def with_findings(
@@ -45,4 +47,6 @@ def with_findings(
 def _wrong(traces: Iterable[Trace]) -> list[Finding]:
     ranks = list(traces)
     moved = [each for trace in ranks for each in moves(trace, Steps(trace).known_at)]
-    return told_by_ranks([*gather_findings(ranks), *moved])
+    found = list(gather_findings(ranks))
+    between = world_findings(World(ranks), found) if len(ranks) > 1 else ()
+    return told_by_ranks([*found, *moved, *between])

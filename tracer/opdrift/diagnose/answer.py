@@ -33,6 +33,7 @@ from opdrift.diagnose.portions import (
     Portions,
     Settled,
     is_weight,
+    lengths_apart,
     portions_of,
     steps_made_otherwise,
 )
@@ -135,6 +136,10 @@ def diagnose(
     sizes = receive(case, found.receivers)
     if portions is None:
         judged = _judge(case, found, sizes, environment, tolerance)
+        longer = lengths_apart(case, fellows) if judged and _is_open(judged) else None
+        if longer is not None:
+            judged.append(Judged(longer.origin, longer.size, (longer.cause,)))
+            judged.sort(key=lambda j: j.origin.order)
     else:
         judged = _in_portions(case, found, portions, environment, tolerance)
         if isinstance(portions, Settled) and portions.doubt and not _is_material(judged):
@@ -182,6 +187,11 @@ def diagnose(
         ),
         samples=differing,
     )
+
+
+def _is_open(judged: Sequence[Judged]) -> bool:
+    """Whether nothing differs by more than rounding explains of which more than a possible cause is known."""
+    return all(not j.size.material or j.causes[0].confidence == "possible" for j in judged)
 
 
 def _is_material(judged: Sequence[Judged]) -> bool:

@@ -180,23 +180,49 @@ def _update(side: Side, name: str, region: tuple[int, ...]) -> Update:
     states, ops = side.contents.states, side.trace.ops
     own, begun = _held(side, name), side.starts.since(name)
     found: list[int] = []
-    needed: set[int] = set()
+    needed: dict[int, set[int]] = {}  # by state, the values of it that the update goes back to
     for op in sorted(region, reverse=True):
+        written = [v for v in ops.outputs[op].tolist() if int(states.writer[states.of[v]]) == op]
+        used = any(_is_needed(side, needed, v) for v in written)
         # how it was drawn and loaded is no update of it
         if not _is_arithmetic(side, op) or side.seq(op) <= begun:
             continue
-        written = [v for v in ops.outputs[op].tolist() if int(states.writer[states.of[v]]) == op]
-        if not any(int(states.of[v]) in needed or own.overlaps(side, v) for v in written):
+        if not used and not any(own.overlaps(side, v) for v in written):
+            continue
+        # where the parameter may be anywhere, at least no norm of all gradients is it, nor what one is made of
+        if not own.alone and not any(_size(side, v) in side.leaves.sizes for v in written):
+            continue
+        if not own.alone and not side.gradients.updates(op):
             continue
         found.append(op)
         # a factor that all gradients are multiplied with is made of all of them; a part may be one element
         shapes = {side.trace.meta(v).shape for v in written} - {()}
-        needed.update(
-            int(states.of[v])
-            for v in ops.inputs[op].tolist()
-            if math.prod(side.trace.meta(v).shape) > 1 or side.trace.meta(v).shape in shapes
-        )
+        for v in ops.inputs[op].tolist():
+            shape = side.trace.meta(v).shape
+            if math.prod(shape) > 1 or shape in shapes:
+                needed.setdefault(int(states.of[v]), set()).add(v)
     return Update(tuple(reversed(found)), own.alone)
+
+
+def _is_needed(side: Side, needed: dict[int, set[int]], written: int) -> bool:
+    """Whether an op writes what is gone back to; what it leaves as it was in the same storage was written before.
+
+    The gradients of a flat parameter lie in one storage, and each may be written by an op of its own.
+    """
+    states = side.contents.states
+    state = int(states.of[written])
+    values = needed.get(state)
+    if not values:
+        return False
+    _, first, end = _place(side, written)
+    left = {v for v in values if not _overlap(_place(side, v), first, end)}
+    if left and int(states.before[state]) >= 0:
+        needed.setdefault(int(states.before[state]), set()).update(left)
+    return len(left) < len(values)
+
+
+def _overlap(place: tuple[int, int, int], first: int, end: int) -> bool:
+    return place[1] < end and first < place[2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +242,7 @@ class _Held:
         if not self.alone:
             return True
         storage, first, end = _place(side, value)
-        return any(s == storage and first < e and f < end for s, f, e in self.places)
+        return any(place[0] == storage and _overlap(place, first, end) for place in self.places)
 
 
 def _held(side: Side, name: str) -> _Held:
@@ -234,7 +260,11 @@ def _held(side: Side, name: str) -> _Held:
 def _place(side: Side, value: int) -> tuple[int, int, int]:
     values = side.trace.values
     first = int(values.offset[value])
-    return int(values.storage[value]), first, first + math.prod(side.trace.meta(value).shape)
+    return int(values.storage[value]), first, first + _size(side, value)
+
+
+def _size(side: Side, value: int) -> int:
+    return math.prod(side.trace.meta(value).shape)
 
 
 def _is_arithmetic(side: Side, op: int) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from opdrift.contents import Contents
+from opdrift.flow import of_the_same
 from opdrift.provenance.ops import COPIES, operator
 from opdrift.world.collectives import Meeting, World
 
@@ -54,11 +55,13 @@ def collectives_behind(
             continue
         plain = operator(info.name)
         moved = info.view or plain in COPIES
-        computed = info.pointwise or plain.startswith(("_foreach_", "_fused_"))
-        if moved or (computed and not copied):
+        of_lists = plain.startswith(("_foreach_", "_fused_"))
+        if moved or ((info.pointwise or of_lists) and not copied):
             inputs = trace.ops.inputs[op].tolist()
             if plain == "copy":  # what it writes into is gone
                 inputs = inputs[-1:]
+            elif of_lists:
+                inputs = of_the_same(inputs, trace.ops.outputs[op].tolist(), value)
             fresh = [v for v in inputs if v and v not in seen]
             seen.update(fresh)
             waiting += fresh

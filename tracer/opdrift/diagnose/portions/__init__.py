@@ -19,11 +19,11 @@ from opdrift.case import Case
 from opdrift.causes.gradients import updated_at
 from opdrift.causes.structure import end_of
 from opdrift.compare import difference
-from opdrift.diagnose.portions.norms import by_norms, norms_of
+from opdrift.diagnose.portions.norms import Norms, by_norms, norms_of
 from opdrift.diagnose.portions.results import Results, put_together
 from opdrift.diagnose.portions.split import Split, split_of
 from opdrift.diagnose.portions.step import SAYS_NOTHING, FirstStep, first_step
-from opdrift.diagnose.portions.words import End, cause_of, given_in
+from opdrift.diagnose.portions.words import End, cause_of, cause_of_lengths, given_in
 from opdrift.errors import IncomparableTracesError
 from opdrift.origins.model import Origin
 from opdrift.origins.search import Found, called_otherwise
@@ -77,9 +77,10 @@ def portions_of(
     if split is None:
         return None
     step = first_step(case, split)
-    if step is None or (step.what == "update" and step.agrees):
+    # where the optimizer divides gradients by their size, how long they are tells more than what it makes of them
+    if step is None or (step.what == "update" and (step.agrees or step.noise)):
         norms = norms_of(case, fellows)
-        if norms is not None:
+        if norms is not None and _behind_the_first(case, split, norms):
             step = by_norms(norms, step)
     if step is None:
         if any(map(is_weight, found.origins)):
@@ -88,7 +89,32 @@ def portions_of(
         return _by_results(case, split, fellows)
     ends = _ends(case, found, step) or _last_read(case, step)
     material = not step.agrees or any(end.relative > end.explained for end in ends)
-    origin = Origin(
+    size = _size(step, material=material)
+    why = cause_of(case, split, step, ends, material=material)
+    return Portions(_origin(step), size, step, why)
+
+
+def _behind_the_first(case: Case, split: Split, norms: Norms) -> bool:
+    """Whether both runs read gradients of the first batch, and of all of it."""
+    return split.done(case.left.seq(norms.op.left), case.right.seq(norms.op.right)) == 1
+
+
+def lengths_apart(case: Case, fellows: Sides[Sequence[Trace]]) -> Portions | None:
+    """Gradients of the same batch that are longer in one run, where ranks hold parts of them; None where none is.
+
+    Args:
+        case: One rank of each run.
+        fellows: The traces of the other ranks.
+    """
+    norms = None if case.by_sample else norms_of(case, fellows)
+    step = None if norms is None else by_norms(norms, None)
+    if step is None:
+        return None
+    return Portions(_origin(step), _size(step), step, cause_of_lengths(case, step))
+
+
+def _origin(step: FirstStep) -> Origin:
+    return Origin(
         kind="structure",
         story="region",
         op=step.op,
@@ -97,8 +123,10 @@ def portions_of(
         slot=None,
         order=float(step.op.left or 0),
     )
-    size = Size(step.gap, None, step.limit, material)
-    return Portions(origin, size, step, cause_of(case, split, step, ends, material=material))
+
+
+def _size(step: FirstStep, *, material: bool = True) -> Size:
+    return Size(step.gap, None, step.limit, material)
 
 
 def is_weight(origin: Origin) -> bool:

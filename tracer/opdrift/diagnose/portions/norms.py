@@ -69,20 +69,22 @@ class _Length:
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """What a rank's optimizer reads."""
+    """What a rank's optimizer reads: lengths as the gradients are read first, before a clipping, and last."""
 
-    lengths: Mapping[Names, _Length]
+    lengths: tuple[Mapping[Names, _Length], Mapping[Names, _Length]]
     unit: float
     first: int
 
 
 def norms_of(case: Case, fellows: Sides[Sequence[Trace]]) -> Norms | None:
-    """The norms of both runs' gradients; None where they are not known, or not of the same parameters.
+    """The norms of both runs' gradients; None where they are not known, or not of the same parameters, or no rank has others beside it.
 
     Args:
         case: Both runs, or one rank of each.
         fellows: The traces of the other ranks.
     """
+    if not (fellows.left or fellows.right):
+        return None
     sides = ((case.left, fellows.left), (case.right, fellows.right))
     if any(1 + len(others) != (side.trace.header.world_size or 1) for side, others in sides):
         return None
@@ -91,8 +93,15 @@ def norms_of(case: Case, fellows: Sides[Sequence[Trace]]) -> Norms | None:
     read = [[each for each in side if each is not None] for side in all_read]
     if any(len(known) < len(side) for known, side in zip(read, all_read, strict=True)):
         return None
-    groups = _together(names for side in read for each in side for names in each.lengths)
-    pairs = [_both(read, group) for group in groups]
+    clipped = _compared(case, read, 1)
+    whole = _compared(case, read, 0)
+    return clipped if whole is None or whole.agree else whole
+
+
+def _compared(case: Case, read: Sequence[Sequence[_Read]], moment: int) -> Norms | None:
+    """The norms as they are read first (0) or last (1)."""
+    groups = _together(names for side in read for each in side for names in each.lengths[moment])
+    pairs = [_both(read, group, moment) for group in groups]
     known = [(group, *pair) for group, pair in zip(groups, pairs, strict=True) if pair is not None]
     total = math.sqrt(sum(left**2 for _, left, _ in known))
     if len(known) < len(pairs) or not total:
@@ -164,10 +173,15 @@ def _together(sets: Iterable[Names]) -> list[Names]:
     return found
 
 
-def _both(read: Sequence[Sequence[_Read]], group: Names) -> tuple[float, float] | None:
+def _both(read: Sequence[Sequence[_Read]], group: Names, moment: int) -> tuple[float, float] | None:
     """The norms of some parameters' gradients in both runs; None where one holds others, or how often is not known."""
     sums = [
-        [length for each in side for names, length in each.lengths.items() if names <= group]
+        [
+            length
+            for each in side
+            for names, length in each.lengths[moment].items()
+            if names <= group
+        ]
         for side in read
     ]
     sizes = [sum(length.n for length in side) for side in sums]
@@ -193,6 +207,7 @@ def _read(contents: Contents) -> _Read | None:
     """The gradients that the first step of an optimizer reads; None where one is not known."""
     gradients = Gradients(contents)
     ops = _first_step(contents.trace, gradients)
+    begun: dict[tuple[int, ...], int] = {}
     last: dict[tuple[int, ...], int] = {}
     first = -1
     for op in ops:
@@ -200,26 +215,40 @@ def _read(contents: Contents) -> _Read | None:
             continue  # on the way to a reduction
         for value in contents.trace.ops.inputs[op].tolist():
             if value > 0 and _is_reduced(contents, value):
-                last[_place(contents, value)] = value
+                place = _place(contents, value)
+                begun.setdefault(place, value)
+                last[place] = value
                 first = op if first < 0 else first
+    lengths = tuple(_lengths(contents, gradients, values.values()) for values in (begun, last))
+    if lengths[0] is None or lengths[1] is None:
+        return None
+    return _Read((lengths[0], lengths[1]), _unit(contents.trace, last.values()), first)
+
+
+def _lengths(
+    contents: Contents, gradients: Gradients, values: Iterable[int]
+) -> dict[Names, _Length] | None:
+    """How long gradients are, by the parameters that they update; None where one is not known, or there is none."""
     held: dict[int, set[str]] = {}
-    for value in last.values():
+    for value in values:
         updated = gradients.of([value])
         if updated is not None:
             held.setdefault(_told_by(contents, value), set()).update(updated.names)
-    if not held or -1 in held:
-        return None
-    lengths: dict[Names, _Length] = {}
-    unit = _unit_of_reductions(contents.trace)
+    found: dict[Names, _Length] = {}
     for value, names in held.items():
-        fingerprint = contents.trace.fingerprint(value)
+        fingerprint = contents.trace.fingerprint(value) if value >= 0 else None
         if fingerprint is None or fingerprint.nonfinite:
             return None
-        length = lengths.setdefault(frozenset(names), _Length())
+        length = found.setdefault(frozenset(names), _Length())
         length.ssq += fingerprint.ssq
         length.n += fingerprint.n
-        unit = max(unit, dtype_epsilon(contents.trace.meta(value).dtype) / 2)
-    return _Read(lengths, unit, first)
+    return found or None
+
+
+def _unit(trace: Trace, gradients: Iterable[int]) -> float:
+    """By how much of itself the coarsest type rounds in which gradients are added up, or read."""
+    units = (dtype_epsilon(trace.meta(value).dtype) / 2 for value in gradients)
+    return max((_unit_of_reductions(trace), *units))
 
 
 def _unit_of_reductions(trace: Trace) -> float:

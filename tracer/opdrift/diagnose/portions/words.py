@@ -21,6 +21,8 @@ _WHAT: Final = {
     "update": "the updates of the parameters",
 }
 
+_OWN_CLIPPING: Final = "not by what torch makes of the parts of one rank; FSDP1 and fairscale have a clip_grad_norm_ of their own"
+
 
 def given_in(split: Split) -> str:
     """How each run gives a batch to the model, the run that divides it less first."""
@@ -95,7 +97,10 @@ def cause_of(
             "likely",
             f"{words.given}; {words.what} agree to {size}",
             evidence,
-            "Nothing is wrong: sums over parts are rounded in another order. For equal bits give both runs the same parts.",
+            "Nothing is wrong: sums over parts are rounded in another order. For equal bits give both runs the same parts."
+            if ends
+            else "In the first step, which alone was compared, nothing is wrong: sums over parts are rounded in another order. To have"
+            " later ones compared, keep the model until the recording ends, and end it with a forward pass.",
         )
     if step.agrees:
         return cause(
@@ -115,6 +120,27 @@ def cause_of(
         f"{words.given}; {words.what} of the first step differ by {size}, and by no single factor",
         evidence,
         _check_the_parts(split, step),
+    )
+
+
+def cause_of_lengths(case: Case, step: FirstStep) -> Cause:
+    """Why gradients of the same batch are of another length where ranks hold parts of them."""
+    several = "left" if (case.left.trace.header.world_size or 1) > 1 else "right"
+    if step.factor is not None:
+        how = f"are {step.factor:.6g} times as long in the right run as in the left one"
+    else:
+        how = f"differ in length by {number(step.relative)}, and by no single factor"
+    return cause(
+        "structure",
+        "likely",
+        f"the gradients of the first step, of which the ranks of the {several} run hold parts, {how}",
+        [
+            each
+            for each in _evidence(case, step, ())
+            if not each.startswith(("outputs and losses", "what the runs end"))
+        ],
+        "Check that every gradient is reduced over the ranks, by the same factor as in the other run, and that gradients are"
+        f" clipped by the norm of all parts together: {_OWN_CLIPPING}.",
     )
 
 
@@ -156,6 +182,7 @@ def _evidence(case: Case, step: FirstStep, ends: Sequence[End]) -> list[str]:
             if i is not None
         ),
         "outputs and losses of a batch and of its parts have other sizes, so they are not compared",
+        "" if ends else "what the runs end with is not known, so later steps were not compared",
     ]
 
 
@@ -182,8 +209,7 @@ def _check_the_parts(split: Split, step: FirstStep) -> str:
     reduced = ", that every gradient is reduced over the ranks" if shared else ""
     if step.what == "norm":
         reduced += (
-            ", that gradients are clipped by the norm of all parts together (not by what torch makes of the parts of one rank:"
-            " FSDP1 and fairscale have a clip_grad_norm_ of their own)"
+            f", that gradients are clipped by the norm of all parts together ({_OWN_CLIPPING})"
         )
     return (
         f"Check that the parts hold the same samples as the batch{reduced}, that each part's loss is weighted by its size (a"
