@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -88,8 +89,7 @@ def norms_of(case: Case, fellows: Sides[Sequence[Trace]]) -> Norms | None:
     sides = ((case.left, fellows.left), (case.right, fellows.right))
     if any(1 + len(others) != (side.trace.header.world_size or 1) for side, others in sides):
         return None
-    worlds = [[side.contents, *map(Contents, others)] for side, others in sides]
-    all_read = [[_read(contents) for contents in world] for world in worlds]
+    all_read = [[_read_by(side.contents), *map(_read_by, others)] for side, others in sides]
     read = [[each for each in side if each is not None] for side in all_read]
     if any(len(known) < len(side) for known, side in zip(read, all_read, strict=True)):
         return None
@@ -201,6 +201,18 @@ def _times(size: int, least: int) -> int | None:
     if size % least == 0:
         return size // least
     return 1 if size < _PADDED * least else None
+
+
+#: What each rank reads is the same whichever rank of the other run it is held against.
+_known: Final[WeakKeyDictionary[Trace, _Read | None]] = WeakKeyDictionary()
+
+
+def _read_by(rank: Contents | Trace) -> _Read | None:
+    """What a rank reads, worked out once."""
+    trace = rank.trace if isinstance(rank, Contents) else rank
+    if trace not in _known:
+        _known[trace] = _read(rank if isinstance(rank, Contents) else Contents(trace))
+    return _known[trace]
 
 
 def _read(contents: Contents) -> _Read | None:
