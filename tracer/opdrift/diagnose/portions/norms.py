@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Final
 from weakref import WeakKeyDictionary
 
@@ -231,6 +232,8 @@ def _read(contents: Contents) -> _Read | None:
                 begun.setdefault(place, value)
                 last[place] = value
                 first = op if first < 0 else first
+    if _overlap(last):
+        return None  # what is read whole here and in parts there would count twice
     lengths = tuple(_lengths(contents, gradients, values.values()) for values in (begun, last))
     if lengths[0] is None or lengths[1] is None:
         return None
@@ -319,6 +322,14 @@ def _place(contents: Contents, value: int) -> tuple[int, ...]:
     columns = contents.trace.values
     span = int(contents.layouts.span.at(value))
     return int(columns.storage[value]), int(columns.offset[value]), span
+
+
+def _overlap(places: Iterable[tuple[int, ...]]) -> bool:
+    """Whether tensors at two of these places have elements in common, as far as the first and last of each tell."""
+    ordered = sorted(places)
+    return any(
+        one[0] == other[0] and other[1] < one[1] + one[2] for one, other in pairwise(ordered)
+    )
 
 
 def _told_by(contents: Contents, value: int) -> int:
