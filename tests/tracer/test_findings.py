@@ -134,6 +134,16 @@ def test_nan_is_followed_through_views():
     assert [place[3] for place in places(build.build())] == ["aten.div.Tensor"]
 
 
+def test_a_view_makes_no_nan():
+    """Memory that others fill, such as a bucket, is first looked at where a part of it is taken."""
+    build = Builder()
+    bucket = build.leaf("", kind="constant", content=array(0, 0))
+    part = build.op("slice.Tensor", bucket, shape=(2,), content=array(math.nan, 0))
+    build._values[part - 1].printed = True  # the recorder looked at the part
+    build.op("relu", part, content=array(math.nan, 0))
+    assert places(build.build()) == []
+
+
 def test_nan_that_a_trial_run_left_in_statistics_is_told_with_it():
     """Memory that nothing wrote may hold NaN; neither the buffer nor the op that reads it is told once more."""
     build = Builder()

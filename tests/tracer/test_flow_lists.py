@@ -24,8 +24,8 @@ def test_the_length_of_lists_follows_from_what_is_given_and_returned(
     assert list_length(outputs, inputs) == length
 
 
-def test_a_result_is_made_of_what_stands_in_its_place_and_of_what_is_behind_the_lists_by_chance():
-    """A factor for all stands where the first of the next list would."""
+def test_a_result_is_made_of_what_stands_in_its_place():
+    """A tensor for all lists stands where the first of the next list would, and counts as that one's."""
     assert of_the_same([1, 2, 3, 4, 5, 6], [11, 12, 13], 12) == [2, 5]
     assert of_the_same([1, 2, 3, 9], [11, 12, 13], 13) == [3]
     assert of_the_same([1, 2], [11], 11) == [1, 2]

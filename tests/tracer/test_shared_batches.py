@@ -10,6 +10,7 @@ import pytest
 from ranks import START, together
 
 import opdrift
+from opdrift.diagnose.across_ranks import across_ranks
 from opdrift.errors import IncomparableTracesError
 from opdrift.records import Diagnosis
 
@@ -89,6 +90,24 @@ PROGRAM = dedent(START) + dedent(
             with torch.no_grad():
                 model(x[1])
 
+    def drift(name):
+        # a rank's own gradients go into the second step; more are clipped at once than a walk looks at one by one
+        def run():
+            torch.manual_seed(0)
+            model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(10)))
+            root = DistributedDataParallel(model) if world > 1 else model
+            update = torch.optim.SGD(root.parameters(), lr=0.1)
+            for step, x in enumerate(data):
+                alone = root.no_sync() if world > 1 and step == 1 else contextlib.nullcontext()
+                with alone:
+                    root(share(x)).square().mean().backward()
+                nn.utils.clip_grad_norm_(root.parameters(), 0.01)
+                update.step()
+                update.zero_grad()
+
+        with opdrift.record(name):
+            run()  # the model is gone before the recording ends
+
     def fail(name):
         model = net()
         if world > 1:
@@ -129,6 +148,7 @@ PROGRAM = dedent(START) + dedent(
     train("narrow-twice", kind="fsdp", times=2.0)
     train("no-more-twice", kind="fsdp", batches=1, last=False, times=2.0)
     attend("noise")
+    drift("drifted")
     fail("failed")
     infer("infer")
     infer("infer-other", seed=5)
@@ -282,6 +302,20 @@ def test_gradients_that_each_rank_clips_by_the_norm_of_its_part_are_told(runs, k
     assert "the norms of the gradients of the first step differ by" in found.cause.summary
     assert "clipped by the norm of all parts together" in found.cause.try_
     assert any("the updates of the parameters agree to" in words for words in found.cause.evidence)
+
+
+def test_what_ranks_alone_show_is_noted_where_only_the_first_step_is_compared(runs):
+    """One rank did not reduce its gradients in the second step: the first one agrees."""
+    across = across_ranks(runs[1] / "drifted")
+    found = compared(runs, "drifted")
+
+    assert across.first is not None
+    assert across.first.cause.slug == "replica"
+    assert found.verdict == "rounding"
+    assert found.first is not None
+    assert found.first.cause.try_.startswith("In the first step, which alone was compared")
+    assert any("later steps were not compared" in each for each in found.first.cause.evidence)
+    assert any("the right run alone shows 1 finding" in note for note in found.notes)
 
 
 def test_weights_that_differ_from_the_start_come_first(runs):

@@ -19,7 +19,9 @@ from opdrift.world.findings import world_findings
 def with_findings(
     one: Diagnosis, traces: Sides[Mapping[int, Trace]], paths: Sides[str]
 ) -> Diagnosis:
-    """The same, with a note of what went wrong on the way to a parameter in one run only, if nothing material differs.
+    """The same, with a note of what one run only shows to be wrong by itself, if nothing material differs.
+
+    That is what went wrong on the way to a parameter, and between the ranks of the run.
 
     In bfloat16 rounding explains more than a damaged weight may change.
 
@@ -35,7 +37,7 @@ def with_findings(
         return one
     name, path, found = ("left", paths.left, left) if left else ("right", paths.right, right)
     came = (
-        "Rounding hides here what came of it"
+        "Rounding hides here what came of it, or it was not compared"
         if one.verdict == "rounding"
         else "No result differs for it"
     )
